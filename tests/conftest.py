@@ -1,0 +1,17 @@
+"""Shared fixtures: GPU tests are skipped without a GPU, tiny random models are made on the fly."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_collection_modifyitems(config, items):
+    if not any("gpu" in item.keywords for item in items):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs an NVIDIA GPU: run `pytest -m gpu` on a machine that has one")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
