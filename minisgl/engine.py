@@ -1,0 +1,289 @@
+"""The engine's thread: one loop that takes requests in, runs steps, and hands tokens out.
+
+Two loops do the same work.  The plain one is what one would write first:
+
+    host    |schedule N|          |commit N|schedule N+1|            |commit N+1|
+    device             |  step N  |                     |  step N+1  |
+
+and leaves the device idle while the host thinks.  The overlapped one forms step N+1 before it has seen what step N
+sampled (a decode needs to know only that there is one more token, which stays on the device), and commits N while the
+device runs N+1:
+
+    host    |sched N+1|commit N-1..|sched N+2| commit N ..|
+    device  |    step N    |    step N+1     |   step N+2
+
+The price: a request that ends by a stop token is computed for one more step, whose token is dropped.
+
+Everything that touches scheduler, tree or pool happens on this thread; other threads speak to it through one inbox.
+An error in a step ends the requests of the engine with that error, empties the cache (what the step wrote cannot be
+trusted) and leaves the engine serving; an error in that clean-up is the end of the engine, and every waiter is told.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .output import EngineError
+from .request import Request, Status
+
+if TYPE_CHECKING:
+    from .runner import Runner, Step
+    from .scheduler import Scheduler
+
+
+@dataclass
+class Counters:
+    """Totals since the start (or `reset`).  Times in seconds."""
+
+    steps: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    host_time: float = 0.0  # forming batches and committing results: what the overlapped loop hides
+    busy_time: float = 0.0  # wall time with at least one request in the engine
+
+
+class Engine:
+    """Runs `scheduler` and `runner` on a thread of its own until `stop`.
+
+    overlap   the overlapped loop instead of the plain one
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, overlap: bool):
+        self.scheduler, self.runner, self.overlap = scheduler, runner, overlap
+        self.counters = Counters()
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._live: dict[str, Request] = {}
+        self._lock = threading.Lock()  # guards `_dead` against submissions
+        self._dead: BaseException | None = None
+        self._stopping = False
+        self._thread = threading.Thread(target=self._main, name="minisgl-engine", daemon=True)
+        self._thread.start()
+
+    # ---- from any thread -----------------------------------------------------------------------------------------
+
+    def submit(self, requests: list[Request]) -> None:
+        """Queue requests, all at once: none of them starts before the last has arrived."""
+        now = time.perf_counter()
+        for request in requests:
+            request.submitted = now
+        self._post(lambda: self._accept(requests))
+
+    def abort(self, rids: list[str], message: str = "aborted by the caller") -> None:
+        """End requests; unknown and ended ones are ignored.  Returns at once."""
+        self._post(lambda: self._abort(rids, message), ignore_dead=True)
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Run `function` on the engine's thread between two steps and return its result."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._post(run)
+        return future.result()
+
+    def stop(self) -> None:
+        """End every request and the thread; may be called again."""
+        with self._lock:
+            if self._dead is None:
+                self._dead = EngineError("the engine was shut down")
+            self._stopping = True
+        self._inbox.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        return self._dead is None
+
+    def _post(self, action: Callable[[], None], ignore_dead: bool = False) -> None:
+        with self._lock:
+            if self._dead is None:
+                self._inbox.put(action)
+                return
+        if not ignore_dead:
+            raise EngineError(str(self._dead)) from self._dead
+
+    # ---- the thread --------------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        loop = self._overlapped_loop if self.overlap else self._plain_loop
+        try:
+            with torch.inference_mode():
+                if self.runner.cuda:
+                    torch.cuda.set_device(self.runner.device)
+                while not self._stopping:
+                    try:
+                        loop()
+                    except Exception as error:
+                        self._recover(error)
+        except BaseException as error:
+            self._die(error)
+        else:
+            self._die(EngineError("the engine was shut down"))
+
+    def _plain_loop(self) -> None:
+        while self._receive():
+            begin = time.perf_counter()
+            batch = self.scheduler.next_batch()
+            self.counters.host_time += time.perf_counter() - begin
+            if batch is None:
+                self._expect_idle()
+                continue
+            step = self.runner.launch(batch)
+            self.runner.sample(step)
+            self._commit(step)
+            self.counters.busy_time += time.perf_counter() - begin
+
+    def _overlapped_loop(self) -> None:
+        lagging: Step | None = None
+        while self._receive(wait=lagging is None):
+            begin = time.perf_counter()
+            batch = self.scheduler.next_batch()
+            self.counters.host_time += time.perf_counter() - begin
+            step = None
+            if batch is not None:
+                step = self.runner.launch(batch)
+                self.runner.sample(step)
+            elif lagging is None:
+                self._expect_idle()
+            if lagging is not None:
+                self._commit(lagging)
+            lagging = step
+            self.counters.busy_time += time.perf_counter() - begin
+
+    def _receive(self, wait: bool = True) -> bool:
+        """Take in what others asked for; with nothing to do, wait for it.  False: the engine is to stop."""
+        block = wait and self.scheduler.idle
+        while True:
+            try:
+                action = self._inbox.get(block=block)
+            except queue.Empty:
+                return not self._stopping
+            if action is None:
+                return False
+            action()
+            block = block and self.scheduler.idle
+
+    def _expect_idle(self) -> None:
+        if not self.scheduler.idle:
+            s = self.scheduler
+            raise EngineError(
+                f"no progress: {len(s.waiting)} requests wait and {len(s.running)} run, but none can take a step "
+                f"({s.allocator.available} slots free, {s.tree.evictable} evictable of {s.allocator.capacity})"
+            )
+
+    def _commit(self, step: Step) -> None:
+        """Wait for a step's tokens, give them to the scheduler and to whoever watches."""
+        sampled = self.runner.results(step)
+        begin = time.perf_counter()
+        scores = [(s, s.logprobs.to_lists([s.request.top_logprobs] * len(s.logprobs.chosen))) for s in step.prompt_scores]
+        for score, values in scores:
+            score.request.sink.prompt_scores(score.first, values)
+        progress = self.scheduler.commit(step.batch, sampled)
+        for request in progress.started:
+            request.first_token = begin
+        if progress.watched:
+            self._deliver(step, progress.watched)
+        for request in progress.finished:
+            self._ended(request)
+        self.counters.steps += 1
+        self.counters.output_tokens += progress.tokens
+        self.counters.host_time += time.perf_counter() - begin
+
+    def _deliver(self, step: Step, watched: list[tuple[Request, int, int]]) -> None:
+        logprobs = None
+        if step.logprobs is not None:
+            logprobs = step.logprobs.to_lists([step.top_logprobs] * len(step.logprobs.chosen))
+        for request, token, index in watched:
+            value = None
+            if logprobs is not None and request.return_logprob:
+                chosen, top = logprobs[index]
+                value = chosen, top[: request.top_logprobs]
+            try:
+                matched = request.sink.token(token, value)
+            except Exception as error:  # a stop pattern that takes too long, say: this request's problem alone
+                self.scheduler.abort(request, str(error))
+                self._fail(request, error)
+                continue
+            if matched is None:
+                continue
+            if request.status is Status.FINISHED:
+                request.finish_reason = {"type": "stop", "matched": matched}
+            else:
+                self.scheduler.finish(request, {"type": "stop", "matched": matched})
+                self._ended(request)
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    def _accept(self, requests: list[Request]) -> None:
+        for request in requests:
+            self._live[request.rid] = request
+            try:
+                self.scheduler.add(request)
+            except ValueError as error:
+                self._fail(request, error)
+
+    def _abort(self, rids: list[str], message: str) -> None:
+        for rid in rids:
+            request = self._live.get(rid)
+            if request is not None:
+                self.scheduler.abort(request, message)
+                self._ended(request)
+
+    def _ended(self, request: Request) -> None:
+        if self._live.pop(request.rid, None) is None:
+            return
+        request.ended = time.perf_counter()
+        self.counters.requests += 1
+        self.counters.prompt_tokens += request.prompt_len
+        self.counters.cached_tokens += request.cached_tokens or 0
+        request.sink.end()
+
+    def _fail(self, request: Request, error: BaseException) -> None:
+        self._live.pop(request.rid, None)
+        request.ended = time.perf_counter()
+        request.sink.fail(error)
+
+    def _recover(self, error: Exception) -> None:
+        """A step failed: end what runs with its cause, forget what was computed, go on."""
+        failed = self._wrap(error)
+        self.scheduler.drop_all(str(failed))
+        for request in list(self._live.values()):
+            self._fail(request, failed)
+
+    def _die(self, error: BaseException) -> None:
+        with self._lock:
+            self._dead = self._dead or error
+        for request in list(self._live.values()):
+            self._fail(request, self._wrap(self._dead))
+        while True:  # what was posted before `_dead` was set and never taken
+            try:
+                action = self._inbox.get_nowait()
+            except queue.Empty:
+                break
+            if action is not None:
+                action()
+        for request in list(self._live.values()):
+            self._fail(request, self._wrap(self._dead))
+
+    @staticmethod
+    def _wrap(error: BaseException) -> EngineError:
+        if isinstance(error, EngineError):
+            return error
+        failed = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+        failed.__cause__ = error
+        return failed

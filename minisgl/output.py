@@ -1,0 +1,203 @@
+"""From a request's tokens to what its caller reads: text, stops, log-probabilities, meta information.
+
+A request that nobody watches costs nothing per token: its text is made once, by the caller's own thread, when it has
+ended.  A *watched* one (streamed, with stop strings, with log-probabilities) is fed token by token on the engine's
+thread, since a stop string may end it.
+
+    engine thread                                  caller's thread
+    Sink.token(id) -> text -> stop strings         Sink.result()   waits, then {"text", "output_ids", "meta_info"}
+         |                      |                  Sink.chunks()   the same, growing, while streaming
+         |                      '-> "stop here"
+         '-> on_chunk(dict)  for a stream
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .detokenizer import Detokenizer
+from .stops import StopChecker
+
+if TYPE_CHECKING:
+    from .request import Request
+    from .tokenizer import BaseTokenizer
+
+Alternatives = list[tuple[float, int]]  # (log-probability, token id), likeliest first
+
+
+class EngineError(RuntimeError):
+    """The engine failed while it ran this request; the cause is chained."""
+
+
+@dataclass
+class TokenLogprobs:
+    """Log-probabilities gathered for one request.  Prompt entries start at position `start`."""
+
+    start: int | None
+    top_n: int
+    with_text: bool
+    prompt: list[tuple[float | None, int]] = field(default_factory=list)
+    prompt_top: list[Alternatives | None] = field(default_factory=list)
+    output: list[tuple[float, int]] = field(default_factory=list)
+    output_top: list[Alternatives] = field(default_factory=list)
+
+
+class Sink:
+    """Receives one request's tokens and end.  Made by the caller, fed by the engine."""
+
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: BaseTokenizer | None,
+        *,
+        on_chunk: Callable[[dict[str, Any] | BaseException | None], None] | None = None,
+        logprobs: TokenLogprobs | None = None,
+    ):
+        self.request, self.tokenizer = request, tokenizer
+        self.on_chunk = on_chunk
+        self.logprobs = logprobs
+        self.ended: Future[None] = Future()
+        self._text = ""
+        self._count = 0
+        params = request.params
+        self.watches = on_chunk is not None or bool(params.stop or params.stop_regex) or logprobs is not None
+        self._detokenizer = self._checker = None
+        if self.watches and tokenizer is not None:
+            self._detokenizer = self._new_detokenizer()
+            self._checker = StopChecker(list(params.stop), list(params.stop_regex), params.no_stop_trim)
+
+    def _new_detokenizer(self) -> Detokenizer:
+        params = self.request.params
+        assert self.tokenizer is not None
+        return Detokenizer(
+            self.tokenizer,
+            self.request.prompt[-16:].tolist(),
+            params.skip_special_tokens,
+            params.spaces_between_special_tokens,
+        )
+
+    # ---- engine thread -------------------------------------------------------------------------------------------
+
+    def token(self, token: int, logprob: tuple[float, Alternatives] | None = None) -> str | None:
+        """Take one token; returns the stop string or pattern that it completes, if it does."""
+        self._count += 1
+        if self.logprobs is not None and logprob is not None:
+            self.logprobs.output.append((logprob[0], token))
+            self.logprobs.output_top.append(logprob[1])
+        if self._detokenizer is None or self._checker is None:
+            self._chunk("")
+            return None
+        if self._is_trimmed_stop(token):
+            return None
+        late_enough = self._count > self.request.params.min_new_tokens
+        delta = self._checker.feed(self._detokenizer.push((token,)), check=late_enough)
+        self._text += delta
+        if self._checker.matched is None:
+            self._chunk(delta)
+        return self._checker.matched
+
+    def prompt_scores(self, first: int, scores: list[tuple[float, Alternatives]]) -> None:
+        """Log-probabilities of the prompt tokens at positions first, first + 1, ..."""
+        if self.logprobs is None:
+            return
+        have = max(self.logprobs.start or 0, 1) + len(self.logprobs.prompt)  # a retracted request scores again
+        for position, (value, top) in enumerate(scores[have - first :], start=have):
+            self.logprobs.prompt.append((value, int(self.request.prompt[position])))
+            self.logprobs.prompt_top.append(top)
+
+    def end(self) -> None:
+        """The request has ended: complete its text and wake whoever waits."""
+        if self._detokenizer is not None and self._checker is not None:
+            before = len(self._text)
+            self._text += self._checker.feed(self._detokenizer.finish()) + self._checker.finish()
+            if self._checker.matched is not None and self.request.finish_reason is not None:
+                if self.request.finish_reason["type"] != "abort":
+                    self.request.finish_reason = {"type": "stop", "matched": self._checker.matched}
+            self._chunk(self._text[before:])
+        self.ended.set_result(None)
+        if self.on_chunk is not None:
+            self.on_chunk(None)
+
+    def fail(self, error: BaseException) -> None:
+        """The engine could not finish the request."""
+        if not self.ended.done():
+            self.ended.set_exception(error)
+            if self.on_chunk is not None:
+                self.on_chunk(error)
+
+    def _is_trimmed_stop(self, token: int) -> bool:
+        """A token that ended the request by its id is not text (unless no_stop_trim)."""
+        reason = self.request.finish_reason
+        stopped = reason is not None and reason["type"] == "stop" and reason["matched"] == token
+        return stopped and not self.request.params.no_stop_trim
+
+    def _chunk(self, delta: str) -> None:
+        if self.on_chunk is not None and (delta or self._detokenizer is None or self.request.finish_reason):
+            self.on_chunk(self._snapshot(delta))
+
+    # ---- caller's thread -----------------------------------------------------------------------------------------
+
+    def result(self, timeout: float | None = None) -> dict[str, Any]:
+        """Wait for the end, then the reply.  Raises what the engine failed with."""
+        self.ended.result(timeout)
+        if self._detokenizer is None and self.tokenizer is not None:
+            ids = self.request.output.tolist()
+            if ids and self._is_trimmed_stop(ids[-1]):
+                ids.pop()
+            detokenizer = self._new_detokenizer()
+            self._text = detokenizer.push(ids) + detokenizer.finish()
+        return {
+            "text": self._text,
+            "output_ids": self.request.output.tolist(),
+            "meta_info": self.meta_info(len(self.request.output)),
+        }
+
+    def _snapshot(self, delta: str) -> dict[str, Any]:
+        return {"text": self._text, "delta": delta, "meta_info": self.meta_info(self._count)}
+
+    def meta_info(self, completion_tokens: int) -> dict[str, Any]:
+        """The reply's "meta_info": counts in tokens, times in seconds since submission."""
+        request = self.request
+        info: dict[str, Any] = {
+            "id": request.rid,
+            "finish_reason": request.finish_reason,
+            "prompt_tokens": request.prompt_len,
+            "completion_tokens": completion_tokens,
+            "cached_tokens": request.cached_tokens or 0,
+            "forced_tokens": request.forced_tokens,
+            "ttft": request.first_token - request.submitted if request.first_token else None,
+            "e2e_latency": (request.ended or time.perf_counter()) - request.submitted,
+        }
+        if self.logprobs is not None:
+            info |= self._logprob_info(self.logprobs)
+        return info
+
+    def _logprob_info(self, logprobs: TokenLogprobs) -> dict[str, Any]:
+        def triple(entry: tuple[float | None, int]) -> tuple[float | None, int, str | None]:
+            value, token = entry
+            return value, token, self._token_text(token) if logprobs.with_text else None
+
+        def triples(top: Alternatives | None) -> list[tuple[float | None, int, str | None]] | None:
+            return None if top is None else [triple(entry) for entry in top]
+
+        info: dict[str, Any] = {"output_token_logprobs": [triple(e) for e in logprobs.output]}
+        if logprobs.top_n:
+            info["output_top_logprobs"] = [triples(t) for t in logprobs.output_top]
+        if logprobs.start is not None:
+            prompt, top = list(logprobs.prompt), list(logprobs.prompt_top)
+            if logprobs.start == 0:  # nothing comes before the first token
+                prompt.insert(0, (None, int(self.request.prompt[0])))
+                top.insert(0, None)
+            info["input_token_logprobs"] = [triple(e) for e in prompt]
+            if logprobs.top_n:
+                info["input_top_logprobs"] = [triples(t) for t in top]
+        return info
+
+    def _token_text(self, token: int) -> str | None:
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.decode([token], skip_special_tokens=False)

@@ -1,0 +1,506 @@
+"""`Runtime`: a model, its engine and its cache, as one object in your process.
+
+    from minisgl import Runtime
+
+    with Runtime() as runtime:                       # the default model, on whatever this machine has
+        reply = runtime.generate("The capital of France is", {"max_new_tokens": 8, "temperature": 0})
+        print(reply["text"], reply["meta_info"]["cached_tokens"])
+
+Construction reads top to bottom as the architecture does: find the model, choose a dtype, load the weights, size the
+KV pool from what memory is left, then tree, scheduler, runner, engine thread.  Requests are checked completely on the
+caller's thread before any of them is queued; after that the engine owns them, and the caller holds a `Sink` each.
+
+Blocking and awaitable calls both work inside a running event loop (a notebook has one): the engine has a thread of its
+own and nothing here starts, patches or needs a loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import sizing
+from .engine import Counters, Engine
+from .events import EventLog
+from .loader import load_model, resolve_model
+from .output import EngineError, Sink, TokenLogprobs
+from .policy import POLICIES
+from .pool import KVPool, RequestTable, SlotAllocator
+from .radix import NullCache, RadixTree
+from .request import MAX_STOP_IDS, Request
+from .runner import Runner
+from .sampling_params import SamplingParams
+from .scheduler import Scheduler
+from .tokenizer import BaseTokenizer, Tokenizer
+
+Params = Mapping[str, Any] | SamplingParams | None
+Reply = dict[str, Any]
+
+_names = itertools.count()
+
+
+class Runtime:
+    """An engine over one model.
+
+    model                 None (the default model), a local folder, a hub id, or a GGUF file
+    device                "auto", "cpu", "cuda", "cuda:1"
+    dtype                 "auto", "float32", "float16", "bfloat16"; auto: the model's on a GPU, the faster on a CPU
+    load_format           "auto", "safetensors", "gguf", or "dummy": random weights from a config.json
+    mem_fraction          share of the memory left after the weights that the KV pool may take
+    kv_capacity           the same in tokens, instead
+    max_running_requests  most sequences in one batch
+    max_context           longest sequence (prompt and output), in tokens
+    chunk_size            most prompt tokens per step; -1: unlimited
+    schedule_policy       "lpm", "fcfs", "dfs-weight", "lof", "random"
+    eviction              "lru", "lfu", "fifo", "mru", "priority"
+    radix_cache           False: no sharing between requests (for comparison)
+    overlap               form the next step while the device runs this one; auto: on a GPU
+    cuda_graphs           record decode steps as CUDA graphs; auto: on a GPU
+    attention_backend     "auto", "triton" (GPU), "torch" (any), "reference" (slow and plain)
+    seed                  for requests that bring no seed, dummy weights and the "random" policy
+    events                True or an EventLog: record what tree, pool and scheduler do
+
+    Raises ValueError, naming the parameter, for anything out of range, and ModelError for a model that cannot be
+    loaded.  Nothing is left allocated when construction fails.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        load_format: str = "auto",
+        revision: str | None = None,
+        mem_fraction: float = 0.85,
+        kv_capacity: int | None = None,
+        max_running_requests: int | None = None,
+        max_context: int | None = None,
+        chunk_size: int | None = None,
+        schedule_policy: str = "lpm",
+        eviction: str = "lru",
+        radix_cache: bool = True,
+        overlap: bool | str = "auto",
+        cuda_graphs: bool | str = "auto",
+        attention_backend: str = "auto",
+        seed: int = 0,
+        events: bool | EventLog = False,
+        tokenizer: BaseTokenizer | None = None,
+        chat_template: str | None = None,
+    ):
+        _check_choice("schedule_policy", schedule_policy, POLICIES)
+        _check_choice("eviction", eviction, sizing.EVICTIONS)
+        _check_choice("attention_backend", attention_backend, sizing.ATTENTION_BACKENDS)
+        _check_choice("dtype", dtype, sizing.DTYPES)
+        for name, value in (("kv_capacity", kv_capacity), ("max_running_requests", max_running_requests),
+                            ("max_context", max_context)):  # fmt: skip
+            _check_count(name, value)
+        if chunk_size != -1:
+            _check_count("chunk_size", chunk_size)
+        if not isinstance(mem_fraction, (int, float)) or not 0 < mem_fraction <= 1:
+            raise ValueError(f"mem_fraction must be a number in (0, 1], got {mem_fraction!r}")
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise ValueError(f"seed must be an integer, got {seed!r}")
+        if not isinstance(radix_cache, bool):
+            raise ValueError(f"radix_cache must be True or False, got {radix_cache!r}")
+        self.device = sizing.choose_device(device)
+        cuda = self.device.type == "cuda"
+        overlap = _check_switch("overlap", overlap, auto=cuda)
+        graphs = _check_switch("cuda_graphs", cuda_graphs, auto=cuda)
+        if graphs and not cuda:
+            raise ValueError("cuda_graphs=True needs a CUDA device; leave it at 'auto'")
+
+        source = resolve_model(model, load_format, revision)
+        config = source.config
+        plan = sizing.choose_compute(config, self.device, dtype)
+        loaded = load_model(source, dtype=plan.dtype, device=self.device, seed=seed)
+        sizing.apply(plan, loaded.model)
+        self.name, self.config, self.dtype = loaded.name, config, plan.dtype
+        if tokenizer is None and loaded.folder is not None:
+            tokenizer = Tokenizer(loaded.folder, chat_template=chat_template)
+        self._tokenizer = tokenizer
+        self.eos_token_ids = tuple(sorted(loaded.eos_token_ids | set(tokenizer.eos_ids if tokenizer else ())))
+
+        capacity = kv_capacity or sizing.kv_capacity(config, plan.dtype, self.device, mem_fraction)
+        context = min(max_context or config.context_length, capacity)
+        if max_running_requests is None:
+            max_running_requests = min(sizing.DEFAULT_RUNNING[self.device.type], capacity)
+        if chunk_size is None:
+            chunk_size = sizing.DEFAULT_CHUNK[self.device.type]
+        self.events = events if isinstance(events, EventLog) else (EventLog() if events else None)
+        pool = KVPool(config.num_layers, capacity, config.num_kv_heads, config.head_dim, plan.dtype, self.device)
+        table = RequestTable(max_running_requests, context)
+        self.tree = RadixTree(eviction, self.events) if radix_cache else NullCache()  # pyright: ignore
+        self.scheduler = Scheduler(
+            self.tree,
+            SlotAllocator(capacity, self.events),
+            table,
+            max_context=context,
+            chunk_size=None if chunk_size == -1 else chunk_size,
+            policy=schedule_policy,
+            seed=seed,
+            events=self.events,
+        )
+        with torch.inference_mode():
+            runner = Runner(
+                loaded.model,
+                sizing.make_attention(attention_backend, pool, config),
+                table,
+                self.scheduler.rows,
+                eos_ids=self.eos_token_ids,
+                graph_sizes=sizing.graph_sizes(max_running_requests) if graphs else (),
+            )
+        self._engine = Engine(self.scheduler, runner, overlap=overlap)
+        self._rng = np.random.default_rng(seed)
+        self._prefix = f"minisgl-{next(_names)}"
+        self._count = itertools.count()
+        self._close = weakref.finalize(self, _stop, self._engine)
+
+    # ---- generating ------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Params | Sequence[Params] = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        stream: bool = False,
+        return_logprob: bool = False,
+        logprob_start_len: int = -1,
+        top_logprobs_num: int = 0,
+        return_text_in_logprobs: bool = False,
+        priority: int = 0,
+        rid: str | None = None,
+    ) -> Any:
+        """Generate for one prompt or a list of them.
+
+        prompt or input_ids   text, or token ids; one, or a list
+        sampling_params       a dict or SamplingParams for all, or a list with one for each
+        stream                yield growing replies instead of returning the last one (one prompt, n=1)
+        return_logprob        log-probability of every output token in meta_info["output_token_logprobs"], as
+                              (log-probability, id, text or None)
+        logprob_start_len     with return_logprob, of the prompt's tokens from this position on as well; -1: none
+        top_logprobs_num      and of this many likeliest alternatives at each place
+        rid                   a name for the request, to abort it by
+
+        Returns {"text", "output_ids", "meta_info"}; a list of them for a list of prompts or n > 1 (n in a row for
+        each prompt); an iterator when streaming, whose items have "delta", the text since the last one.
+        Raises ValueError before anything is queued if any prompt or parameter is not right.  KeyboardInterrupt ends
+        the requests and is raised on.
+        """
+        on_chunk = chunks = None
+        if stream:
+            chunks = queue.SimpleQueue()
+            on_chunk = chunks.put
+        sinks, single = self._prepare(
+            prompt, sampling_params, input_ids, on_chunk, return_logprob, logprob_start_len, top_logprobs_num,
+            return_text_in_logprobs, priority, rid,
+        )  # fmt: skip
+        self._engine.submit([sink.request for sink in sinks])
+        if chunks is not None:
+            return self._stream(sinks[0], chunks)
+        try:
+            replies = [sink.result() for sink in sinks]
+        except BaseException:
+            self._engine.abort([sink.request.rid for sink in sinks])
+            raise
+        return replies[0] if single else replies
+
+    async def async_generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Params | Sequence[Params] = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        stream: bool = False,
+        return_logprob: bool = False,
+        logprob_start_len: int = -1,
+        top_logprobs_num: int = 0,
+        return_text_in_logprobs: bool = False,
+        priority: int = 0,
+        rid: str | None = None,
+    ) -> Any:
+        """`generate` for coroutines: awaits the reply, or with stream=True returns an async iterator.
+
+        Cancelling the task ends the requests.
+        """
+        loop = asyncio.get_running_loop()
+        on_chunk = chunks = None
+        if stream:
+            chunks = asyncio.Queue()
+            put = chunks.put_nowait
+
+            def on_chunk(item: Any) -> None:
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(put, item)
+
+        sinks, single = self._prepare(
+            prompt, sampling_params, input_ids, on_chunk, return_logprob, logprob_start_len, top_logprobs_num,
+            return_text_in_logprobs, priority, rid,
+        )  # fmt: skip
+        self._engine.submit([sink.request for sink in sinks])
+        if chunks is not None:
+            return self._astream(sinks[0], chunks)
+        try:
+            await asyncio.gather(*(asyncio.wrap_future(sink.ended) for sink in sinks))
+        except BaseException:
+            self._engine.abort([sink.request.rid for sink in sinks])
+            raise
+        replies = [sink.result() for sink in sinks]
+        return replies[0] if single else replies
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: Params = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        """The model's answer to a conversation: [{"role": "user", "content": "..."}, ...] through its chat template.
+
+        `options` as in `generate`.  Raises ChatTemplateError (a ValueError) if the model has no template.
+        """
+        ids = self.tokenizer.chat_ids(messages, **(chat_template_kwargs or {}))
+        return self.generate(input_ids=ids.tolist(), sampling_params=sampling_params, **options)
+
+    def abort(self, rid: str) -> None:
+        """End the request with this id; its caller gets what there is, with finish_reason "abort"."""
+        self._engine.abort([rid])
+
+    # ---- looking and managing ---------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> BaseTokenizer:
+        """The model's tokenizer; ValueError if it came without one (use input_ids then)."""
+        if self._tokenizer is None:
+            raise ValueError(f"model {self.name!r} has no tokenizer files: pass input_ids instead of text")
+        return self._tokenizer
+
+    def flush_cache(self) -> int:
+        """Forget cached prefixes that no running request uses; returns how many tokens that were."""
+        return self._engine.call(self.scheduler.flush)
+
+    def reset_stats(self) -> None:
+        """Start the totals of `stats` anew."""
+        self._engine.call(lambda: setattr(self._engine, "counters", Counters()))
+
+    def stats(self) -> dict[str, Any]:
+        """Queue, memory and totals now.  Lengths in tokens, times in seconds."""
+        return self._engine.call(self._stats)
+
+    def _stats(self) -> dict[str, Any]:
+        s, c = self.scheduler, self._engine.counters
+        return {
+            "waiting": len(s.waiting),
+            "running": len(s.running),
+            "kv_capacity": s.allocator.capacity,
+            "kv_free": s.allocator.available,
+            "kv_evictable": s.tree.evictable,
+            "kv_locked": s.tree.locked,
+            "kv_held": s.held(),
+            "hit_rate": c.cached_tokens / c.prompt_tokens if c.prompt_tokens else 0.0,
+            "requests": c.requests,
+            "prompt_tokens": c.prompt_tokens,
+            "cached_tokens": c.cached_tokens,
+            "output_tokens": c.output_tokens,
+            "steps": c.steps,
+            "busy_time": c.busy_time,
+            "host_time_share": c.host_time / c.busy_time if c.busy_time else 0.0,
+            "output_tokens_per_s": c.output_tokens / c.busy_time if c.busy_time else 0.0,
+        }
+
+    def shutdown(self) -> None:
+        """End all requests and free the memory; may be called again.  The object is of no use afterwards."""
+        self._close()
+        if self._engine.runner is not None:
+            cuda = self._engine.runner.cuda
+            del self._engine.runner
+            self._engine.runner = None  # type: ignore[assignment]
+            if cuda:
+                torch.cuda.empty_cache()
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        if not self._engine.alive:
+            return f"Runtime({self.name}, shut down)"
+        s = self.scheduler
+        return (
+            f"Runtime({self.name}, {self.device}, {str(self.dtype).removeprefix('torch.')}, "
+            f"KV {s.allocator.capacity - s.allocator.available:,} of {s.allocator.capacity:,} tokens in use, "
+            f"context {s.max_context:,})"
+        )
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    def _prepare(
+        self,
+        prompt: str | Sequence[str] | None,
+        sampling_params: Params | Sequence[Params],
+        input_ids: Any,
+        on_chunk: Callable[[Any], None] | None,
+        return_logprob: bool,
+        logprob_start_len: int,
+        top_logprobs_num: int,
+        text_in_logprobs: bool,
+        priority: int,
+        rid: str | None,
+    ) -> tuple[list[Sink], bool]:
+        """Check everything and make a Request with its Sink for each output that is wanted."""
+        prompts, single = self._token_ids(prompt, input_ids)
+        if isinstance(sampling_params, Sequence) and not isinstance(sampling_params, (str, Mapping)):
+            if len(sampling_params) != len(prompts):
+                raise ValueError(
+                    f"sampling_params has {len(sampling_params)} entries for {len(prompts)} prompts"
+                )
+            params = [SamplingParams.make(p) for p in sampling_params]
+        else:
+            params = [SamplingParams.make(sampling_params)] * len(prompts)  # type: ignore[arg-type]
+        _check_int("logprob_start_len", logprob_start_len, -1)
+        _check_int("top_logprobs_num", top_logprobs_num, 0)
+        if (logprob_start_len >= 0 or top_logprobs_num) and not return_logprob:
+            raise ValueError("logprob_start_len and top_logprobs_num need return_logprob=True")
+        if rid is not None and not (isinstance(rid, str) and rid):
+            raise ValueError(f"rid must be a non-empty string, got {rid!r}")
+        if on_chunk is not None and not (single and params[0].n == 1):
+            raise ValueError("stream=True takes one prompt and n=1; start one stream for each")
+        sinks: list[Sink] = []
+        for ids, p in zip(prompts, params):
+            self._check_params(p, ids, logprob_start_len)
+            for i in range(p.n):
+                name = rid if rid is not None and len(prompts) * p.n == 1 else self._name(rid)
+                request = self._request(name, ids, p, i, priority)
+                logprobs = None
+                if return_logprob:
+                    request.return_logprob, request.top_logprobs = True, top_logprobs_num
+                    request.logprob_start = logprob_start_len if logprob_start_len >= 0 else None
+                    logprobs = TokenLogprobs(request.logprob_start, top_logprobs_num, text_in_logprobs)
+                request.sink = Sink(request, self._tokenizer, on_chunk=on_chunk, logprobs=logprobs)
+                request.watch = request.sink.watches
+                why = self.scheduler.refusal(request)
+                if why is not None:
+                    raise ValueError(why)
+                sinks.append(request.sink)
+        return sinks, single and params[0].n == 1
+
+    def _token_ids(self, prompt: Any, input_ids: Any) -> tuple[list[np.ndarray], bool]:
+        """The prompts as int32 arrays, and whether there was one, not a list."""
+        if (prompt is None) == (input_ids is None):
+            raise ValueError("give prompt or input_ids, one of the two")
+        if prompt is not None:
+            single = isinstance(prompt, str)
+            texts = [prompt] if single else prompt
+            if not isinstance(texts, Sequence) or not all(isinstance(t, str) for t in texts):
+                raise ValueError(f"prompt must be a string or a list of strings, got {type(prompt).__name__}")
+            if not texts:
+                raise ValueError("prompt is an empty list")
+            if "" in texts:
+                raise ValueError("prompt is empty: at least one character is needed")
+            return self.tokenizer.encode_batch(texts), single
+        if isinstance(input_ids, np.ndarray):
+            input_ids = input_ids.tolist()
+        if not isinstance(input_ids, Sequence) or isinstance(input_ids, (str, bytes)):
+            raise ValueError(f"input_ids must be a list of token ids, got {type(input_ids).__name__}")
+        single = len(input_ids) == 0 or not isinstance(input_ids[0], (Sequence, np.ndarray))
+        rows = [input_ids] if single else input_ids
+        return [self._checked_ids(row) for row in rows], single
+
+    def _checked_ids(self, row: Any) -> np.ndarray:
+        vocab = self.config.vocab_size
+        array = np.asarray(row)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise ValueError("input_ids must be integers, in a list for each prompt")
+        if array.size and not (0 <= int(array.min()) and int(array.max()) < vocab):
+            bad = array[(array < 0) | (array >= vocab)][0]
+            raise ValueError(f"input_ids has token id {bad}, outside the vocabulary [0, {vocab - 1}]")
+        return array.astype(np.int32)
+
+    def _check_params(self, p: SamplingParams, ids: np.ndarray, logprob_start: int) -> None:
+        p.validate_vocab(self.config.vocab_size)
+        if p.grammar is not None:
+            raise ValueError(f"{p.grammar[0]}: constrained decoding is not part of this version")
+        if (p.stop or p.stop_regex) and self._tokenizer is None:
+            raise ValueError("stop and stop_regex need a tokenizer, which this model came without")
+        if logprob_start > len(ids):
+            raise ValueError(f"logprob_start_len must be at most the prompt's {len(ids)} tokens, got {logprob_start}")
+
+    def _request(self, name: str, ids: np.ndarray, p: SamplingParams, index: int, priority: int) -> Request:
+        stop_ids = {*p.stop_token_ids, *(() if p.ignore_eos else self.eos_token_ids)}
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise ValueError(f"stop_token_ids: at most {MAX_STOP_IDS} stop ids with the model's own, got {len(stop_ids)}")
+        seed = int(self._rng.integers(1 << 62)) if p.seed is None else p.seed
+        return Request(
+            rid=name,
+            prompt=ids,
+            params=p,
+            max_len=len(ids) + p.max_new_tokens,
+            stop_ids=tuple(sorted(stop_ids)),
+            seed=(seed + index * 0x5DEECE66D + (1 << 63)) % (1 << 64) - (1 << 63),
+            priority=priority,
+        )
+
+    def _name(self, rid: str | None) -> str:
+        return f"{rid or self._prefix}-{next(self._count)}"
+
+    def _stream(self, sink: Sink, chunks: queue.SimpleQueue[Any]) -> Iterator[Reply]:
+        try:
+            while (item := chunks.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            if not sink.ended.done():
+                self._engine.abort([sink.request.rid])
+
+    async def _astream(self, sink: Sink, chunks: asyncio.Queue[Any]) -> AsyncIterator[Reply]:
+        try:
+            while (item := await chunks.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            if not sink.ended.done():
+                self._engine.abort([sink.request.rid])
+
+
+def _stop(engine: Engine) -> None:
+    engine.stop()
+
+
+def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _check_count(name: str, value: Any) -> None:
+    if value is not None:
+        _check_int(name, value, 1)
+
+
+def _check_int(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+def _check_switch(name: str, value: Any, auto: bool) -> bool:
+    if value == "auto":
+        return auto
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True, False or 'auto', got {value!r}")
+    return value
+
+
+__all__ = ["EngineError", "Runtime"]
