@@ -6,8 +6,15 @@ does the rest; what matters is to call it rarely and with a shape it likes:
 
 * decodes     one call for many sequences: their contexts are gathered side by side, padded to the longest.  Sequences
               of similar length go together (`_buckets`), so that padding at most doubles the work.
-* extends     one call per sequence.  The G query heads that share a KV head become G rows of one query, so that K and V
-              are read once for all of them:  q (n, KV * G, D)  ->  (KV, n * G, D).
+* extends     one call per sequence, or per few sequences with a long common prefix.  The G query heads that share a KV
+              head become G rows of one query, so that K and V are read once for all of them:
+              q (n, KV * G, D)  ->  (KV, n * G, D).  Sequences behind one prefix (`_families`) read it once: their
+              queries stand below one another, and a mask keeps each to its own continuation:
+
+                           keys:   prefix ........   own a   own b   own c
+                  queries of a     x x x x x x x x   causal    -       -
+                  queries of b     x x x x x x x x     -     causal    -
+                  queries of c     x x x x x x x x     -       -     causal
 
 Works on any device and in any dtype; the tests compare it with `ReferenceAttention`.
 """
@@ -23,6 +30,7 @@ import torch.nn.functional as F
 from .attention import Attention, ForwardBatch, causal_attention
 
 QUERY_BLOCK = 512  # queries per masked call: bounds the mask to 512 x context
+MIN_COMMON = 128  # shortest common prefix worth sharing, in tokens
 
 
 @dataclass
@@ -37,13 +45,23 @@ class _Decodes:
 
 
 @dataclass
-class _Extend:
-    """One sequence's new tokens start..end - 1 over `total` positions in `slots`."""
+class _Member:
+    """One sequence's new tokens start..end - 1 (flat) over `total` positions."""
 
     start: int
     end: int
     total: int
+    row: int
+
+
+@dataclass
+class _Family:
+    """Sequences whose first `common` positions are the same slots; `slots` are those, then each one's own."""
+
+    members: list[_Member]
+    common: int
     slots: torch.Tensor | slice
+    tokens: torch.Tensor | None  # flat tokens of all members; None: one contiguous range
     masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
 
 
@@ -59,11 +77,19 @@ class CpuAttention(Attention):
             self._gather_plan(batch.table, np.asarray(layout.rows), lengths, members, n)
             for members in _buckets(lengths[:n])
         ]
-        self._extends = []
-        for i in range(n, len(lengths)):
-            total = int(lengths[i])
-            slots = _as_slice(batch.table[int(layout.rows[i]), :total])
-            self._extends.append(_Extend(int(layout.q_start[i]), int(layout.q_start[i + 1]), total, slots))
+        members = [
+            _Member(int(layout.q_start[i]), int(layout.q_start[i + 1]), int(lengths[i]), int(layout.rows[i]))
+            for i in range(n, len(lengths))
+        ]
+        self._families = [self._family(batch.table, *family) for family in _families(members, batch.table)]
+
+    @staticmethod
+    def _family(table: torch.Tensor, members: list[_Member], common: int) -> _Family:
+        if len(members) == 1:
+            return _Family(members, 0, _as_slice(table[members[0].row, : members[0].total]), None)
+        parts = [table[members[0].row, :common]] + [table[m.row, common : m.total] for m in members]
+        tokens = torch.cat([torch.arange(m.start, m.end, device=table.device) for m in members])
+        return _Family(members, common, torch.cat(parts).long(), tokens)
 
     def _gather_plan(
         self, table: torch.Tensor, rows: np.ndarray, lengths: np.ndarray, members: np.ndarray, n: int
@@ -95,15 +121,16 @@ class CpuAttention(Attention):
         out = torch.empty((len(q), self.num_heads, self.head_dim), dtype=q.dtype, device=q.device)
         for group in self._decodes:
             self._decode(group, keys, values, q, out, scale, window, softcap)
-        for sequence in self._extends:
-            sl = slice(sequence.start, sequence.end)
-            k_all, v_all = keys[sequence.slots], values[sequence.slots]
-            if softcap:
-                out[sl] = causal_attention(
-                    q[sl].float(), k_all.float(), v_all.float(), scale=scale, window=window, softcap=softcap
-                ).to(q.dtype)
+        for family in self._families:
+            k_seen, v_seen = _take(keys, family.slots), _take(values, family.slots)
+            if family.tokens is None:
+                only = slice(family.members[0].start, family.members[0].end)
+                self._extend(family, k_seen, v_seen, q[only], out[only], scale, window, softcap)
             else:
-                self._extend(sequence, k_all, v_all, q[sl], out[sl], scale, window)
+                mine = q.index_select(0, family.tokens)
+                result = torch.empty_like(mine)
+                self._extend(family, k_seen, v_seen, mine, result, scale, window, softcap)
+                out.index_copy_(0, family.tokens, result)
         return out
 
     # ---- decodes -------------------------------------------------------------------------------------------------
@@ -142,8 +169,17 @@ class CpuAttention(Attention):
 
     # ---- extends -------------------------------------------------------------------------------------------------
 
-    def _extend(self, seq: _Extend, k, v, q, out, scale: float, window: int) -> None:
-        n, total = len(q), seq.total
+    def _extend(self, family: _Family, k, v, q, out, scale: float, window: int, softcap: float) -> None:
+        n, total = len(q), len(k)
+        if softcap:
+            for m, queries, results in self._of_each(family, q, out):
+                mine = self._own_keys(family, m)
+                results.copy_(
+                    causal_attention(
+                        queries.float(), k[mine].float(), v[mine].float(), scale=scale, window=window, softcap=softcap
+                    )
+                )
+            return
         if n == total and not window:  # no prefix: torch's own causal case skips the upper half
             heads_first = (q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None])
             result = F.scaled_dot_product_attention(
@@ -152,29 +188,101 @@ class CpuAttention(Attention):
             out.copy_(result[0].transpose(0, 1))
             return
         dim, kv_heads = self.head_dim, self.num_kv_heads
+        alone = len(family.members) == 1
         for first in range(0, n, QUERY_BLOCK):
             last = min(first + QUERY_BLOCK, n)
-            seen = total - n + last
+            seen = total - n + last if alone else total
             rows = q[first:last].reshape(last - first, kv_heads, self.group, dim)
             rows = rows.permute(1, 0, 2, 3).reshape(1, kv_heads, -1, dim)
-            mask = seq.masks.get((first, last, window))
+            mask = family.masks.get((first, last, window))
             if mask is None:
-                mask = self._extend_mask(last - first, seen, window, q.dtype, q.device)
-                seq.masks[first, last, window] = mask
+                mask = self._extend_mask(family, n, total, window, q)[first:last, :seen]
+                mask = mask.repeat_interleave(self.group, 0)
+                family.masks[first, last, window] = mask
             k_seen, v_seen = k[:seen].transpose(0, 1)[None], v[:seen].transpose(0, 1)[None]
             result = F.scaled_dot_product_attention(rows, k_seen, v_seen, attn_mask=mask, scale=scale)
             result = result.view(kv_heads, last - first, self.group, dim).permute(1, 0, 2, 3)
             out[first:last] = result.reshape(last - first, self.num_heads, dim)
 
-    def _extend_mask(self, n: int, seen: int, window: int, dtype: torch.dtype, device) -> torch.Tensor:
-        """(n * G, seen): the last n of `seen` positions look back; each row stands for G query heads."""
-        query = torch.arange(seen - n, seen, device=device)[:, None]
-        key = torch.arange(seen, device=device)
-        hidden = key > query
+    @staticmethod
+    def _extend_mask(family: _Family, n: int, total: int, window: int, like: torch.Tensor) -> torch.Tensor:
+        """(n, total): 0 where a query sees a key, -inf elsewhere."""
+        device, common = like.device, family.common
+        position = torch.empty(total, dtype=torch.int64, device=device)  # of each key in its own sequence
+        owner = torch.full((total,), -1, dtype=torch.int64, device=device)  # -1: the common prefix
+        query = torch.empty(n, dtype=torch.int64, device=device)
+        asker = torch.empty(n, dtype=torch.int64, device=device)
+        position[:common] = torch.arange(common, device=device)
+        key_at, query_at = common, 0
+        for i, m in enumerate(family.members):
+            own, new = m.total - common, m.end - m.start
+            position[key_at : key_at + own] = torch.arange(common, m.total, device=device)
+            owner[key_at : key_at + own] = i
+            query[query_at : query_at + new] = torch.arange(m.total - new, m.total, device=device)
+            asker[query_at : query_at + new] = i
+            key_at, query_at = key_at + own, query_at + new
+        hidden = position > query[:, None]
         if window:
-            hidden |= key <= query - window
-        mask = torch.zeros((n, seen), dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
-        return mask.repeat_interleave(self.group, 0)
+            hidden |= position <= query[:, None] - window
+        if len(family.members) > 1:
+            hidden |= (owner >= 0) & (owner != asker[:, None])
+        mask = torch.zeros((n, total), dtype=like.dtype, device=device)
+        return mask.masked_fill_(hidden, float("-inf"))
+
+    @staticmethod
+    def _of_each(family: _Family, q: torch.Tensor, out: torch.Tensor):
+        """(member, its queries, its results) of a family."""
+        at = 0
+        for m in family.members:
+            yield m, q[at : at + m.end - m.start], out[at : at + m.end - m.start]
+            at += m.end - m.start
+
+    @staticmethod
+    def _own_keys(family: _Family, member: _Member) -> torch.Tensor | slice:
+        """Which of the family's gathered keys are this member's."""
+        if len(family.members) == 1:
+            return slice(0, member.total)
+        at = family.common
+        for m in family.members:
+            if m is member:
+                break
+            at += m.total - family.common
+        own = torch.arange(at, at + member.total - family.common)
+        return torch.cat([torch.arange(family.common), own])
+
+
+def _families(members: list[_Member], table: torch.Tensor) -> list[tuple[list[_Member], int]]:
+    """Sequences to attend together, with the length of their common prefix.
+
+    Worth it while what the members would read of each other and mask away stays small beside the prefix.  Only few new
+    tokens behind a long cached prefix qualify.  Compares slots, on the host: the table is there on a CPU.
+    """
+    alone: list[tuple[list[_Member], int]] = []
+    open_families: dict[int, tuple[list[_Member], int, int]] = {}  # by the slot of position 0
+    if table.device.type != "cpu":
+        return [([m], 0) for m in members]
+    slots = table.numpy()
+    for m in members:
+        prefix = m.total - (m.end - m.start)
+        if prefix < MIN_COMMON or prefix < 4 * (m.end - m.start):
+            alone.append(([m], 0))
+            continue
+        key = int(slots[m.row, 0])
+        if key in open_families:
+            family, common, own = open_families[key]
+            same = slots[m.row, : min(common, prefix)] == slots[family[0].row, : min(common, prefix)]
+            shared = len(same) if same.all() else int(same.argmin())
+            grown = own + (m.total - shared) + len(family) * (common - shared)
+            if shared >= MIN_COMMON and grown * 4 <= shared:
+                open_families[key] = ([*family, m], shared, grown)
+                continue
+            alone.append((family, common if len(family) > 1 else 0))
+        open_families[key] = ([m], prefix, m.end - m.start)
+    return alone + [(family, common if len(family) > 1 else 0) for family, common, _ in open_families.values()]
+
+
+def _take(pool: torch.Tensor, slots: torch.Tensor | slice) -> torch.Tensor:
+    return pool[slots] if isinstance(slots, slice) else pool.index_select(0, slots)
 
 
 def _buckets(lengths: np.ndarray) -> list[np.ndarray]:

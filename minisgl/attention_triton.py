@@ -155,7 +155,7 @@ def _extend_range(
     return acc, m_i, l_i, slots
 
 
-@triton.jit(do_not_specialize=["num_decodes", "num_extends", "window"])
+@triton.jit(do_not_specialize=["stride_table", "num_decodes", "num_extends", "window"])
 def _extend_kernel(
     q_ptr, keys_ptr, values_ptr, out_ptr, table_ptr, rows_ptr, seq_lens_ptr, q_start_ptr, tile_seq_ptr,
     tile_end_ptr, stride_q, stride_qh, stride_out, stride_slot, stride_head, stride_table,
@@ -275,7 +275,7 @@ def _splits_of(seq_len, window, split_len, BLOCK_N: tl.constexpr, WINDOW: tl.con
     return lo, splits, tl.cdiv(tl.cdiv(seq_len - lo, splits), BLOCK_N) * BLOCK_N
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["stride_table", "window"])
 def _decode_kernel(
     q_ptr, keys_ptr, values_ptr, out_ptr, partial_ptr, lse_ptr, table_ptr, rows_ptr, seq_lens_ptr,
     split_len_ptr, stride_q, stride_qh, stride_out, stride_slot, stride_head, stride_table,

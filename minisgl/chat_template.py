@@ -141,7 +141,7 @@ class ChatTemplate:
         except ChatTemplateError:
             raise
         except Exception as error:  # templates are the model's code: anything may come out of them
-            reason = str(error) or type(error).__name__
+            reason = " ".join(str(error).split()) or type(error).__name__
             raise ChatTemplateError(f"chat template refused the messages: {reason}") from error
         return _cut_at_tag(text) if continue_final_message else text
 

@@ -24,13 +24,11 @@ from dataclasses import dataclass, fields
 import torch
 import torch.nn.functional as F
 
-from . import ops
 from .attention import Attention, ForwardBatch
 from .config import LlamaConfig, ModelError
+from .ops import Ops
 from .rope import RotaryTable
 
-# (x, weight, bias) -> x @ weight.T + bias
-Linear = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 # Where a checkpoint's tensor goes: the slice that receives it, and the shape it must have.
 Destinations = dict[str, tuple[torch.Tensor, tuple[int, ...]]]
 
@@ -65,7 +63,7 @@ class Llama:
         tied = config.tie_word_embeddings
         self.lm_head = self.embed if tied else self._empty(config.vocab_size, config.hidden_size)
         self.rope = RotaryTable(config, self.device)
-        self.linear: Linear = F.linear
+        self.ops = Ops()
 
     def __repr__(self) -> str:
         count = sum(t.numel() for t in self.tensors()) / 1e6
@@ -85,42 +83,40 @@ class Llama:
         c = self.config
         q_width, qk_heads = c.num_heads, c.num_heads + c.num_kv_heads
         scale = c.head_dim**-0.5
+        ops, eps = self.ops, c.rms_norm_eps
         rows = ops.rope_rows(self.rope.rows(batch.max_seq_len), batch.positions, self.dtype)
 
         residual = F.embedding(batch.input_ids, self.embed)
-        x = ops.rms_norm(residual, self.layers[0].input_norm, c.rms_norm_eps)
+        x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         for i, layer in enumerate(self.layers):
-            qkv = self.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, c.head_dim)
+            qkv = ops.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, c.head_dim)
             qk, v = qkv[:, :qk_heads], qkv[:, qk_heads:]
             if layer.qk_norm is not None:
-                qk = ops.rms_norm(qk, layer.qk_norm, c.rms_norm_eps)
+                qk = ops.rms_norm(qk, layer.qk_norm, eps)
             qk = ops.apply_rope(qk, rows)
             x = attn.forward(i, qk[:, :q_width], qk[:, q_width:], v, scale=scale, window=layer.window)
-            x = self.linear(x.reshape(len(x), -1), layer.o, layer.o_bias)
-            x, residual = ops.add_rms_norm(x, residual, layer.post_norm, c.rms_norm_eps)
-            x = ops.silu_mul(self.linear(x, layer.gate_up, layer.gate_up_bias))
-            x = self.linear(x, layer.down, layer.down_bias)
+            x = x.reshape(len(x), -1)
+            x, residual = ops.linear_add_norm(x, layer.o, layer.o_bias, residual, layer.post_norm, eps)
+            x = ops.swiglu(x, layer.gate_up, layer.gate_up_bias)
             norm = self.layers[i + 1].input_norm if i + 1 < c.num_layers else self.final_norm
-            x, residual = ops.add_rms_norm(x, residual, norm, c.rms_norm_eps)
+            x, residual = ops.linear_add_norm(x, layer.down, layer.down_bias, residual, norm, eps)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(L, N) rows of `forward`'s result -> (L, vocab) float32."""
-        return self.linear(hidden, self.lm_head, None).float()
+        return self.ops.linear(hidden, self.lm_head).float()
 
-    def use_linear(self, linear: Linear, pack: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
-        """Multiply with `linear(x, weight, bias)` from now on, the weights brought into its layout by `pack`.
+    def use(self, ops: Ops) -> None:
+        """Compute with `ops` from now on (once, after loading): weights are brought into its layout.
 
         The embedding keeps its own layout; a tied lm_head gets a packed copy.
         """
-        self.linear = linear
-        if pack is None:
-            return
+        self.ops = ops
         with torch.inference_mode():
             for layer in self.layers:
-                layer.qkv, layer.o = pack(layer.qkv), pack(layer.o)
-                layer.gate_up, layer.down = pack(layer.gate_up), pack(layer.down)
-            self.lm_head = pack(self.lm_head)
+                layer.qkv, layer.o = ops.pack(layer.qkv), ops.pack(layer.o)
+                layer.gate_up, layer.down = ops.pack_gate_up(layer.gate_up), ops.pack(layer.down)
+            self.lm_head = ops.pack(self.lm_head)
 
     # ------------------------------------------------------------------ weights
 

@@ -10,6 +10,8 @@ host.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -20,9 +22,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     `weight` broadcasts against x: (N,), or (H, D) for one norm per head.  Accumulates in float32 and rounds
     to x's dtype before the weight is applied, the order of Hugging Face's LlamaRMSNorm.
     """
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    exact = x.float()  # x itself if it is float32 already
+    norm = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
     scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return (x * scale).to(x.dtype).mul_(weight)
+    normed = exact * scale if exact is x else exact.mul_(scale).to(x.dtype)
+    return normed.mul_(weight)
 
 
 def add_rms_norm(
@@ -61,3 +65,51 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """SwiGLU's (arXiv 2002.05202) gating: (T, 2 M), gate beside up -> silu(gate) * up, (T, M)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+class Ops:
+    """The steps of a block as the model calls them, each the place where a device may fuse more.
+
+    This one is plain torch.  `CpuOps` (sizing) keeps weights in oneDNN's layout and lets its products do the
+    element-wise work on the way out; `TritonOps` (ops_triton) fuses norms, rotation and gating on a GPU.
+    Weights are those of `model_llama.Layer`, or what `pack` made of them.
+    """
+
+    def pack(self, weight: torch.Tensor) -> Any:
+        """A linear layer's weight (out, in) in the layout that this object multiplies with."""
+        return weight
+
+    def pack_gate_up(self, weight: torch.Tensor) -> Any:
+        """The same for gate over up, (2 M, N)."""
+        return self.pack(weight)
+
+    def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x (T, in) @ weight.T + bias -> (T, out)."""
+        return F.linear(x, weight, bias)
+
+    def swiglu(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """silu(x @ gate.T) * (x @ up.T): (T, N) -> (T, M)."""
+        return silu_mul(self.linear(x, weight, bias))
+
+    def linear_add_norm(
+        self,
+        x: torch.Tensor,
+        weight: Any,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rms_norm(s), s) with s = residual + x @ weight.T + bias; may overwrite `residual`."""
+        return add_rms_norm(self.linear(x, weight, bias), residual, norm, eps)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x, weight, eps)
+
+    def rope_rows(
+        self, table: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return rope_rows(table, positions, dtype)
+
+    def apply_rope(self, x: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return apply_rope(x, rows)

@@ -75,7 +75,7 @@ class Sink:
         assert self.tokenizer is not None
         return Detokenizer(
             self.tokenizer,
-            self.request.prompt[-16:].tolist(),
+            self.request.prompt,  # only its last few ids are looked at
             params.skip_special_tokens,
             params.spaces_between_special_tokens,
         )
@@ -198,6 +198,4 @@ class Sink:
         return info
 
     def _token_text(self, token: int) -> str | None:
-        if self.tokenizer is None:
-            return None
-        return self.tokenizer.decode([token], skip_special_tokens=False)
+        return None if self.tokenizer is None else self.tokenizer.token_text(token)

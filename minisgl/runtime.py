@@ -308,6 +308,7 @@ class Runtime:
             "kv_locked": s.tree.locked,
             "kv_held": s.held(),
             "hit_rate": c.cached_tokens / c.prompt_tokens if c.prompt_tokens else 0.0,
+            "retractions": s.total_retractions,
             "requests": c.requests,
             "prompt_tokens": c.prompt_tokens,
             "cached_tokens": c.cached_tokens,

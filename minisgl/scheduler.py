@@ -116,6 +116,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []  # in order of admission
         self.reserve_ratio = 0.7  # share of the running requests' possible output that admission keeps free
+        self.total_retractions = 0
         self.uncommitted = 0  # batches formed whose results have not come back
         self.needs_commit = False  # next_batch can do nothing before the results in flight come back
 
@@ -406,6 +407,7 @@ class Scheduler:
         self._release(request, keep=True)
         request.status = Status.WAITING
         request.retractions += 1
+        self.total_retractions += 1
         at = next((i for i, r in enumerate(self.waiting) if r.order > request.order), len(self.waiting))
         self.waiting.insert(at, request)
         self.reserve_ratio = min(1.0, self.reserve_ratio + 0.1)

@@ -16,11 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from .attention import Attention, ReferenceAttention
 from .config import LlamaConfig
 from .model_llama import Llama
+from .ops import Ops
+from .ops_cpu import PackedOps, PaddedOps, can_pack
 from .pool import KVPool
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -81,9 +82,9 @@ def measure_cpu(config: LlamaConfig, dtypes: list[torch.dtype], repeats: int = 3
     for dtype in dtypes:
         weights = _layer_weights(config, dtype)
         for packed in (False, True) if can_pack() else (False,):
-            linear = _packed_linear if packed else F.linear
-            held = [pack(w) for w in weights] if packed else weights
-            times = {rows: _time(config, held, linear, dtype, rows, repeats) for rows in (1, 4, 16, 256)}
+            ops = PackedOps() if packed else Ops()
+            held = [ops.pack(w) for w in weights]
+            times = {rows: _time(config, held, ops.linear, dtype, rows, repeats) for rows in (1, 4, 16, 256)}
             min_rows = 16 if times[1] > 1.3 * times[16] or times[4] > 1.3 * times[16] else 0
             alone = times[16] if min_rows else times[1]
             # a request alone for as long as its answer takes, a full batch, and prompts: weighed alike
@@ -111,44 +112,11 @@ def _time(config: LlamaConfig, weights: list, linear: Callable, dtype: torch.dty
     return statistics.median(samples[1:])
 
 
-# ---- oneDNN weights in their own layout ------------------------------------------------------------------------------
-
-
-def can_pack() -> bool:
-    """Whether this torch can keep a weight in oneDNN's blocked layout, which saves reordering it on every call."""
-    ops = torch.ops.mkldnn
-    return torch.backends.mkldnn.is_available() and hasattr(ops, "_linear_pointwise")
-
-
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """(out, in) -> the same in oneDNN's layout; only `_packed_linear` can read it."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight)
-
-
-def _packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-
-def make_linear(plan: ComputePlan) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]:
-    """F.linear, or what replaces it under this plan."""
-    product = _packed_linear if plan.packed else F.linear
-    if not plan.min_rows:
-        return product
-
-    def padded(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        n = len(x)
-        if n >= plan.min_rows:
-            return product(x, weight, bias)
-        return product(F.pad(x, (0, 0, 0, plan.min_rows - n)), weight, bias)[:n]
-
-    return padded
-
-
 def apply(plan: ComputePlan, model: Llama) -> None:
-    """Make a loaded model compute as planned."""
-    if model.device.type == "cuda":
-        return
-    model.use_linear(make_linear(plan), pack if plan.packed else None)
+    """Make a freshly loaded model compute as planned."""
+    if model.device.type == "cpu":
+        ops = PackedOps() if plan.packed else Ops()
+        model.use(PaddedOps(ops, plan.min_rows) if plan.min_rows else ops)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

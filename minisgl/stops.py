@@ -1,11 +1,9 @@
-"""Stop strings and stop patterns in a stream: print nothing that a stop may still take back, and nothing
-later.
+"""Stop strings and patterns in a stream: print nothing that a stop may take back, and hold back nothing else.
 
 A stop string can end anywhere inside a token and begin several tokens earlier, so text that might be its
 beginning has to wait. How much? Exactly the longest suffix of the text that is a proper prefix of some stop
 string: anything longer delays text for no reason, anything shorter leaks. That number is what an Aho-Corasick
-automaton (CACM 18(6), 1975)
-over the stop strings knows at every character: the depth of its state.
+automaton (CACM 18(6), 1975) over the stop strings knows at every character: the depth of its state.
 
     stop = ["DEFGHIJ"]       "DEF"   "G"   "HI"   "X"
     depth after it              3     4      6     0
@@ -13,8 +11,7 @@ over the stop strings knows at every character: the depth of its state.
 
 Which stop wins: the one that is complete first, character by character; among those complete at the same
 character the longest. That choice needs no knowledge of what follows, so it does not depend on how the text
-is cut into tokens, and generation ends as soon as it can ("\\n" stops at once even if "\\n\\n" is a stop
-too).
+is cut into tokens, and generation ends as soon as it can ("\\n" stops at once even if "\\n\\n" is a stop).
 
 Patterns (`stop_regex`) follow the same rule through the `regex` library's partial matching: a suffix of the
 text that could grow into a match is held back, up to `MAX_REGEX_HOLD` characters.
@@ -42,8 +39,7 @@ class StopRegexTimeout(ValueError):
 
 
 class Match(NamedTuple):
-    """A stop found in the text at hand. end before start in the order of fields: earliest end, then longest,
-    wins."""
+    """A stop found in the text at hand. The order of the fields decides: earliest end first, then longest."""
 
     end: int
     start: int
@@ -217,7 +213,7 @@ class _Pattern:
         try:
             found = self._regex.search(whole, base, timeout=REGEX_TIMEOUT)
             if found and self._looks_ahead and not final and found.end() == len(whole):
-                return None, found.start() - base
+                return None, self._first_open(whole, base, found.start()) - base
             if found and not self._looks_ahead:
                 found = self._first_completed(whole, base, base + seen, found.end()) or found
             if found:
@@ -228,6 +224,14 @@ class _Pattern:
         except TimeoutError:
             raise StopRegexTimeout(f"stop_regex {self.text!r} takes too long on this text") from None
         return None, partial.start() - base if partial else len(text)
+
+    def _first_open(self, whole: str, base: int, end: int) -> int:
+        """The first position before `end` where an unfinished match begins, else `end`. (Partial search would
+        say, but it prefers the finished match that is there too.)"""
+        for start in range(base, end):
+            if self._regex.match(whole, start, partial=True, timeout=REGEX_TIMEOUT):
+                return start
+        return end
 
     def _first_completed(self, whole: str, base: int, seen: int, end: int):
         """The match as it stood at the first character where there was one: what a reader of one character at

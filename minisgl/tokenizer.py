@@ -96,6 +96,13 @@ class BaseTokenizer(ABC):
             )
         return self.all_token_bytes()[token_id]
 
+    def token_text(self, token_id: int) -> str:
+        """One token for display (logprobs): spaces kept, special tokens spelt out, an unfinished character as
+        U+FFFD, "" for an id without a token."""
+        if self.text_rule is None or not 0 <= token_id < self.vocab_size:
+            return self.decode([token_id], skip_special_tokens=False)
+        return self._pieces[token_id].decode("utf-8", "replace")
+
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[np.ndarray]:
         """`encode` of each text."""
         return [self.encode(text, add_special_tokens) for text in texts]
@@ -349,7 +356,7 @@ def _convert(folder: Path) -> tuple[Backend, dict[str, Any]]:
     except Exception as error:
         raise ValueError(
             f"transformers can't convert the tokenizer in {folder} (for tokenizer.model it needs "
-            f"`pip install sentencepiece protobuf`): {error}"
+            f"`pip install sentencepiece protobuf`): {str(error).splitlines()[0] if str(error) else error!r}"
         ) from error
     if not converted.is_fast:
         raise ValueError(f"the tokenizer in {folder} ({type(converted).__name__}) has no tokenizer.json form")

@@ -78,12 +78,11 @@ def make_step(
     q_start = np.concatenate([[0], np.cumsum(new)])
     host = HostBatch(q_start=q_start, seq_lens=lens, rows=rows)
 
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     pool = KVPool(layers, capacity, kv_heads, head_dim, dtype, device)
-    values = torch.randn(pool.kv.shape, generator=generator)
+    pool.kv.copy_(torch.randn(pool.kv.shape, generator=generator, device=device))
     if poison:
-        values[:, :, sorted(set(range(capacity + 1)) - set(map(int, prefix_slots)))] = float("nan")
-    pool.kv.copy_(values)
+        pool.kv[:, :, sorted(set(range(capacity + 1)) - set(map(int, prefix_slots)))] = float("nan")
 
     def tensor(array, kind):
         return torch.tensor(np.asarray(array), dtype=kind, device=device)
@@ -105,6 +104,6 @@ def make_step(
     )
 
     def random(count):
-        return torch.randn((total, count, head_dim), generator=generator).to(device=device, dtype=dtype)
+        return torch.randn((total, count, head_dim), generator=generator, device=device).to(dtype)
 
     return Step(pool, batch, random(heads), random(kv_heads), random(kv_heads))

@@ -15,3 +15,11 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def default_model_folder():
+    """The default model's folder, fetched and prepared on first use."""
+    from minisgl.default_model import default_model_folder
+
+    return default_model_folder()

@@ -790,15 +790,16 @@ def test_long_random_lives_agree_with_the_model(policy):
 
 
 # ------------------------------------------------------------------------------------------------------ costs
-# Bounds are five times what is promised, and the best of some runs counts: a busy machine must not fail them.
+# In processor time of this process, the best of some runs, and with bounds five times what is promised: a machine
+# that is busy with something else must not fail them.
 
 
 def best_of(runs: int, call: Callable[[], object]) -> float:
     times = []
     for _ in range(runs):
-        start = time.perf_counter()
+        start = time.process_time()
         call()
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     return min(times)
 
 
@@ -867,10 +868,10 @@ def test_ten_thousand_evictions_of_a_hundred_thousand_nodes(policy, groups):
     """The other policies in a fifth of the size: the heap is the same one."""
     tree, evictions = forest(groups, 99, policy), 10 * groups
     assert tree.num_nodes == 100 * groups
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(evictions):
         tree.evict(1)
-    assert time.perf_counter() - start < 5 * 10e-6 * evictions
+    assert time.process_time() - start < 5 * 10e-6 * evictions
     assert tree.num_nodes == 90 * groups
     assert tree.evict(40 * groups).size == 40 * groups
     tree.check()
@@ -882,9 +883,9 @@ def test_evicting_one_leaf_at_a_time_does_not_walk_the_tree():
     leaves = [node for node in tree.nodes() if not node.children]
     order = sorted(leaves, key=lambda node: node.last_access)[:1000]
     walk = best_of(3, lambda: list(tree.nodes()))
-    start = time.perf_counter()
+    start = time.process_time()
     freed = [tree.evict(1) for _ in range(1000)]
-    took = time.perf_counter() - start
+    took = time.process_time() - start
     assert [slots.tolist() for slots in freed] == [node.slots.tolist() for node in order]
     assert took < 0.05 * 1000 * walk
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -143,6 +144,8 @@ def test_stop_regex_that_looks_ahead_waits_one_character():
     checker = StopChecker(stop_regex=pattern)
     assert run(checker, ["oh no"]) == ["oh ", ""]  # the end of the output counts as well
     assert checker.matched == pattern
+    # while one alternative waits, an earlier beginning of the other is held too
+    assert run(StopChecker(stop_regex=r"DEFG\b|EF\b"), ["xDEF", "G", "."]) == ["x", "", ""]
     assert run(StopChecker(stop_regex=r"\$5[$]"), ["for $5$"]) == ["for "]  # these look at nothing
 
 
@@ -203,7 +206,7 @@ def longest_beginning(stops, shown: str) -> int:
     return max(n for n in range(len(shown) + 1) if shown[len(shown) - n :] in prefixes)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(stops, text, st.booleans(), st.data())
 def test_strings_equal_the_naive_reader(stops, whole, no_trim, data):
     checker = StopChecker(stops, no_stop_trim=no_trim)
@@ -235,10 +238,10 @@ patterns = st.recursive(
         ),
     ),
     max_leaves=5,
-).filter(lambda pattern: not regex.fullmatch(pattern, ""))
+).filter(lambda pattern: not re.fullmatch(pattern, ""))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(patterns, text, st.booleans(), st.data())
 def test_patterns_equal_the_naive_reader(pattern, whole, no_trim, data):
     checker = StopChecker(stop_regex=[pattern], no_stop_trim=no_trim)

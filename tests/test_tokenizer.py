@@ -177,14 +177,17 @@ def test_token_bytes(tokenizers):
     pieces = byte_level._backend.get_vocab()
     assert byte_level.token_bytes(pieces["Ġ"]) == b" "
     assert byte_level.token_bytes(pieces["Ċ"]) == b"\n"
-    assert byte_level.token_bytes(pieces["<tool call>"]) == b"<tool call>"  # outside the alphabet: text
-    assert byte_level.token_bytes(pieces["né"]) == b"n\xe9"  # inside it: what its decoder makes of it
+    assert byte_level.token_bytes(pieces["<tool call>"]) == b"<tool call>"  # not in the alphabet: text
+    assert byte_level.token_bytes(pieces["né"]) == b"n\xe9"  # in it: as its decoder has it
     assert {byte_level.token_bytes(pieces[s]) for s in tiny.SPECIALS} == {b""}
     pieces = llama2._backend.get_vocab()
     assert llama2.token_bytes(pieces["▁▁"]) == b"  "
     assert llama2.token_bytes(pieces["▁the"]) == b" the"
     assert llama2.token_bytes(pieces["<0xE2>"]) == b"\xe2"
     assert llama2.token_bytes(pieces["<unk>"]) == b""
+    assert llama2.token_text(pieces["▁the"]) == " the"
+    assert (llama2.token_text(pieces["<0xE2>"]), llama2.token_text(10**6)) == ("\ufffd", "")
+    assert byte_level.token_text(byte_level.bos_id) == "<s>"
     for tokenizer in (*tokenizers.values(), ByteTokenizer(["ab"])):
         table = tokenizer.all_token_bytes()
         assert table is tokenizer.all_token_bytes()
@@ -197,7 +200,7 @@ def test_token_bytes(tokenizers):
 
 @pytest.mark.parametrize("name", list(tiny.FAMILIES))
 def test_every_token_adds_its_bytes(tokenizers, name):
-    """Bytes are what the library's decoder adds after some text; broken ones decode to U+FFFD on both sides."""
+    """Bytes are what the library's decoder adds after some text; broken ones are U+FFFD on both sides."""
     tokenizer = tokenizers[name]
     anchor = max(
         i for i, data in enumerate(tokenizer.all_token_bytes()) if data == b"a"
@@ -425,7 +428,7 @@ def test_message_objects(tokenizers):
         ([], "x", "messages is empty"),
         ("hello", "x", "messages must be a list of messages, not str"),
         ([{"content": "hello"}], "x", r'messages\[0\] must be a dict with a "role"'),
-        (HELLO, "{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        (HELLO, "{{ raise_exception('roles must\\n alternate') }}", "roles must alternate"),
         (HELLO, "{% if %}", "chat_template: line 1"),
         (HELLO, "{{ messages[0].content + 1 }}", "chat template refused the messages"),
         (HELLO, "{{ ''.__class__.__mro__ }}", "chat template refused the messages"),

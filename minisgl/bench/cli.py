@@ -31,8 +31,8 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="bench.py",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Runs a workload with the radix cache on and off; prints a table and, as the last line of stdout, "
-        "one JSON object.",
+        description="Runs a workload with the radix cache on and off.  Prints a table and, as the last "
+        "line of stdout, one JSON object.",
         epilog=f"workloads:\n{workloads}",
     )
     add = p.add_argument
@@ -117,7 +117,8 @@ def check(args: argparse.Namespace) -> None:
     """Options that don't fit together.  Raises BenchError: no option is accepted and then ignored."""
     options = WORKLOADS[args.workload].options
     for name in ("shots", "data", "random_ids", "lengths"):
-        if getattr(args, name) and name not in options:
+        value = getattr(args, name)
+        if value is not None and value is not False and name not in options:
             raise BenchError(f"--{name.replace('_', '-')} means nothing to --workload {args.workload}")
     if args.random_ids and (args.data is not None or args.shots is not None):
         raise BenchError("--random-ids goes neither with --data nor with --shots")

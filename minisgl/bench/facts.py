@@ -188,14 +188,13 @@ SEQUENCES = groups("""
 """)
 
 NUMBERS = items("""
-    zero, one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, thirteen, fourteen, fifteen,
-    sixteen, seventeen, eighteen, nineteen, twenty
+    zero, one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, thirteen, fourteen,
+    fifteen, sixteen, seventeen, eighteen, nineteen, twenty
 """)
-
-NAMES = items(
-    "Anna, Tom, Mary, Jack, Lucy, Peter, Emma, Paul, Sarah, Mark, Alice, David, Julia, James, Laura, Henry"
-)
-PLACES = items(
-    "kitchen, garden, school, library, park, office, station, hospital, church, market, museum, bakery"
-)
+NAMES = items("""
+    Anna, Tom, Mary, Jack, Lucy, Peter, Emma, Paul, Sarah, Mark, Alice, David, Julia, James, Laura, Henry
+""")
+PLACES = items("""
+    kitchen, garden, school, library, park, office, station, hospital, church, market, museum, bakery
+""")
 THINGS = items("book, ball, key, phone, hat, letter, camera, apple, bag, lamp, umbrella, pencil")

@@ -110,7 +110,7 @@ def _examples(subject: Subject, items: list, setting: Setting, rng: random.Rando
     limit = setting.shots if setting.shots is not None else len(items) * 3 // 4
     for used, item in enumerate(items[:limit]):
         shot = subject.ask(item, rng).shot
-        tokens = len(_encode(setting, shot))
+        tokens = len(_encode(setting, f"{shot}Question")) - 1  # what follows decides how line ends are cut
         if setting.shots is None and length + tokens / 2 > PREFIX_TOKENS:
             return text, used
         text, length = text + shot, length + tokens
@@ -184,7 +184,7 @@ def _rows(path: Path) -> list[list[str]]:
     except FileNotFoundError:
         raise BenchError(f"--data: no file {path}") from None
     for number, row in enumerate(rows, 1):
-        if len(row) != 6 or row[5] not in LETTERS:
+        if len(row) != 6 or row[5] not in set(LETTERS):
             raise BenchError(f"--data: {path}, row {number}: expected question, four options, letter A to D")
     return rows
 

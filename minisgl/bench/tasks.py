@@ -6,11 +6,11 @@ with four options, using a random generator for the wrong options and the order.
     Question: What is the capital of Peru? Choices: Belgrade, Budapest, Addis Ababa, Lima.
     Answer: The capital of Peru is Lima
 
-and the model's next token after "is" is its answer. Why not the letter A to D, as MMLU has it: a model of 135
-million parameters knows many of these facts and cannot yet bind a letter to an option (measured on the
-default model: 0.18 right with letters, 0.42 with the option's word after a bare "Answer:", 0.62 with the
-sentence, chance being 0.25). It is the same work for the engine: one token is decoded, and it is compared
-with the right one.
+and the model's next token after "is" is its answer, right if it is the first token of the right option.  Why
+not a letter, as MMLU has it: a model of 135 million parameters knows many of these facts and can't yet bind a
+letter to an option.  On the default model (15 subjects x 12 questions; chance 0.25) letters score 0.18, the
+option's word after a bare "Answer:" 0.36 to 0.42, the word at the end of a sentence 0.62.  It is the same
+work for the engine: one token, the likeliest of the whole vocabulary, is compared with the right one.
 """
 
 from __future__ import annotations

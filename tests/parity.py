@@ -1,0 +1,148 @@
+"""Greedy float32 output against Hugging Face `generate`, token for token, with every switch on and off.
+
+    python -m tests.parity                  64 prompts of 1 to 1,500 tokens, 128 new tokens, every combination
+    python -m tests.parity --quick          the slice of it that the test suite runs
+
+A difference is forgiven only where it is none: if the reference's two best logits at the first differing position are
+closer than float32 sums in another order can resolve (`TIE`), and then it is counted and printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from minisgl import Runtime
+from minisgl.policy import POLICIES
+
+TIE = 2e-4  # logits of size 10 to 20, sums of some hundred float32 terms
+
+
+@dataclass
+class Reference:
+    """Prompts and what Hugging Face generates for them: outputs[i] (new,), gaps[i]: best minus second best logit."""
+
+    prompts: list[list[int]]
+    outputs: list[list[int]]
+    gaps: list[list[float]]
+
+
+def make_prompts(count: int, longest: int, vocab: int, seed: int = 0) -> list[list[int]]:
+    """Lengths from 1 to `longest`; half of them continue a prefix that others have too."""
+    rng = np.random.default_rng(seed)
+    lengths = np.unique(np.linspace(1, longest, count).astype(int)).tolist()
+    lengths += [longest] * (count - len(lengths))
+    stem = rng.integers(3, vocab, longest).tolist()
+    prompts = []
+    for i, n in enumerate(lengths):
+        shared = int(n * rng.random()) if i % 2 else 0
+        prompts.append(stem[:shared] + rng.integers(3, vocab, n - shared).tolist())
+    return prompts
+
+
+def hf_reference(folder, prompts: list[list[int]], new: int, device: str = "cpu", stop: bool = False) -> Reference:
+    """Each prompt alone through transformers' generate, float32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    outputs, gaps = [], []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=device)
+        with torch.inference_mode():
+            result = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new,
+                do_sample=False,
+                eos_token_id=None if not stop else model.generation_config.eos_token_id,
+                pad_token_id=0,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        outputs.append(result.sequences[0, len(prompt) :].tolist())
+        best = torch.stack([step[0].float().topk(2).values for step in result.logits])
+        gaps.append((best[:, 0] - best[:, 1]).tolist())
+    return Reference(prompts, outputs, gaps)
+
+
+def compare(reference: Reference, replies: list[dict], what: str) -> int:
+    """Assert equality; returns the number of outputs that part at a tie."""
+    ties = 0
+    for i, (want, reply) in enumerate(zip(reference.outputs, replies)):
+        got = reply["output_ids"]
+        if got == want:
+            continue
+        at = next((k for k, (a, b) in enumerate(zip(got, want)) if a != b), min(len(got), len(want)))
+        gap = reference.gaps[i][at] if at < len(reference.gaps[i]) else float("inf")
+        assert gap < TIE, f"{what}: prompt {i} ({len(reference.prompts[i])} tokens) differs at {at}, gap {gap:.2e}"
+        print(f"  {what}: prompt {i} parts at {at} from a tie (gap {gap:.1e})")
+        ties += 1
+    return ties
+
+
+def combinations(pools: tuple[int | None, ...], chunks=(16, 256, -1)):
+    """Every combination of the switches, as Runtime options."""
+    for kv, radix, overlap, chunk, policy in itertools.product(pools, (True, False), (True, False), chunks, POLICIES):
+        yield {
+            "kv_capacity": kv,
+            "radix_cache": radix,
+            "overlap": overlap,
+            "chunk_size": chunk,
+            "schedule_policy": policy,
+        }
+
+
+def run(folder, reference: Reference, new: int, options: dict, device: str = "cpu", **more) -> tuple[int, dict]:
+    """One engine, all prompts at once, twice where there is a cache (cold, then warm)."""
+    label = " ".join(f"{k}={v}" for k, v in options.items())
+    with Runtime(folder, dtype="float32", device=device, **options, **more) as runtime:
+        ties = 0
+        for _ in range(2 if options.get("radix_cache", True) else 1):
+            replies = runtime.generate(
+                input_ids=reference.prompts,
+                sampling_params={"temperature": 0, "max_new_tokens": new, "ignore_eos": True},
+            )
+            ties += compare(reference, replies, label)
+        runtime._engine.call(runtime.scheduler.check)
+        stats = runtime.stats()
+        assert stats["running"] == stats["waiting"] == stats["kv_locked"] == stats["kv_held"] == 0
+    return ties, stats
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=None)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--longest", type=int, default=1500)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--small-pool", type=int, default=4000)
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    if args.quick:
+        args.prompts, args.longest, args.new, args.small_pool = 8, 200, 16, 300
+    from minisgl.loader import resolve_model
+
+    source = resolve_model(args.model)
+    prompts = make_prompts(args.prompts, args.longest, source.config.vocab_size)
+    begin = time.time()
+    reference = hf_reference(source.folder, prompts, args.new, args.device)
+    print(f"reference: {len(prompts)} prompts, {time.time() - begin:.0f} s", flush=True)
+    ties = count = retractions = 0
+    begin = time.time()
+    for options in combinations((None, args.small_pool)):
+        found, stats = run(source.folder, reference, args.new, options, args.device)
+        ties, count, retractions = ties + found, count + 1, retractions + stats["retractions"]
+    print(
+        f"{count} combinations equal to Hugging Face generate ({ties} outputs part at ties closer than {TIE}), "
+        f"{retractions} retractions, {time.time() - begin:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()
