@@ -114,7 +114,13 @@ def _time(config: LlamaConfig, weights: list, linear: Callable, dtype: torch.dty
 
 def apply(plan: ComputePlan, model: Llama) -> None:
     """Make a freshly loaded model compute as planned."""
-    if model.device.type == "cpu":
+    if model.device.type == "cuda":
+        try:
+            from .ops_triton import TritonOps
+        except ImportError:  # no Triton on this platform: plain torch
+            return
+        model.use(TritonOps())
+    else:
         ops = PackedOps() if plan.packed else Ops()
         model.use(PaddedOps(ops, plan.min_rows) if plan.min_rows else ops)
 

@@ -1,13 +1,14 @@
 """The Triton kernels against the float32 reference: on a GPU, or on a CPU in Triton's interpreter.
 
-The interpreter has to be switched on before triton is imported, so this module does it when it is collected
-on a machine without CUDA. Nothing else in the project runs Triton on a CPU. In the interpreter bfloat16
-products are wrong (a known limitation), so bfloat16 is tested on a GPU only.
+Triton decides when it is imported, and when a kernel is defined, whether to interpret. On a machine without
+CUDA this module therefore imports a triton of its own with TRITON_INTERPRET set, and takes the variable back:
+only its own tests see it. In the interpreter bfloat16 products are wrong (a known limitation), so bfloat16 is
+tested on a GPU only.
 """
 
 from __future__ import annotations
 
-import os
+import sys
 from dataclasses import replace
 
 import pytest
@@ -17,18 +18,38 @@ from minisgl.attention import ForwardBatch, ReferenceAttention
 from tests.attention_batches import Step, make_step
 
 CUDA = torch.cuda.is_available()
+environment = pytest.MonkeyPatch()
 if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"
+    environment.setenv("TRITON_INTERPRET", "1")
+    for name in list(sys.modules):  # whoever imported triton before (transformers does) has one that compiles
+        if (name + ".").startswith(("triton.", "minisgl.attention_triton.")) and "._C" not in name:
+            del sys.modules[name]
 triton = pytest.importorskip("triton", reason="triton is only there on Linux")
 import triton.language as tl  # noqa: E402
 
 from minisgl.attention_triton import MAX_SPLITS, Tiles, TritonAttention, stable_tanh  # noqa: E402
 
+
+@triton.jit
+def softcap_kernel(x_ptr, out_ptr, cap, N: tl.constexpr):
+    index = tl.arange(0, N)
+    tl.store(out_ptr + index, cap * stable_tanh(tl.load(x_ptr + index) / cap))
+
+
+environment.undo()
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    if not CUDA:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
 # Small blocks in the interpreter, so that tiny shapes cover many of them; the real ones on a GPU.
 SMALL = Tiles(16, 16, 4, 2, 16, 4, 3, target_programs=8, min_split=16)
 TILES = None if CUDA else SMALL
 # |error| / |reference|: probabilities and output are rounded to the dtype; float32 differs in order only.
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 def place(name: str, dtype: torch.dtype, gpu: bool):
@@ -99,12 +120,6 @@ def test_softcap_overflow(device, dtype):
     # Scores up to tens of thousands: rounding moves those few that stay under the cap.
     check(replace(step, q=step.q * 100), slack=20, scale=100.0, softcap=50.0)
     check(step, softcap=2.0)
-
-
-@triton.jit
-def softcap_kernel(x_ptr, out_ptr, cap, N: tl.constexpr):
-    index = tl.arange(0, N)
-    tl.store(out_ptr + index, cap * stable_tanh(tl.load(x_ptr + index) / cap))
 
 
 class WidePool:

@@ -23,8 +23,8 @@ from minisgl.bench.workloads import WORKLOADS, BenchError, BenchRequest, Setting
 VOCAB = 50_000
 JSON_KEYS = facts.items("""
     workload, model, device, requests, prompt_tokens, cached_tokens, hit_rate, optimal_hit_rate,
-    requests_per_s, baseline_requests_per_s, speedup, ttft_ms_p50, ttft_ms_p99, accuracy, baseline_accuracy, outputs_equal,
-    dtype, threads, machine, torch, output_tokens_per_s
+    requests_per_s, baseline_requests_per_s, speedup, ttft_ms_p50, ttft_ms_p99, accuracy, baseline_accuracy,
+    outputs_equal, dtype, threads, machine, torch, output_tokens_per_s
 """)
 
 

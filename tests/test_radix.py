@@ -790,8 +790,8 @@ def test_long_random_lives_agree_with_the_model(policy):
 
 
 # ------------------------------------------------------------------------------------------------------ costs
-# In processor time of this process, the best of some runs, and with bounds five times what is promised: a machine
-# that is busy with something else must not fail them.
+# In processor time of this process, with bounds five times what is promised: a machine that is busy with
+# other things must not fail them.
 
 
 def best_of(runs: int, call: Callable[[], object]) -> float:
