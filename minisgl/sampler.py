@@ -116,11 +116,10 @@ def uniform(seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 def _filtered_weights(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """(R, V) int64 weights after temperature and filters, in proportion to the probabilities."""
-    gap = _gap(logits)
-    weights = _weights(gap, batch.inverse_temperature[:, None])
+    weights = _weights(_gap(logits).mul_(-batch.inverse_temperature[:, None]))
     if len(batch.filtered):
         limits = batch.top_k[:, None], batch.top_p[:, None]
-        _keep_top(weights, gap, batch.filtered, *limits, _widths(batch, logits.device))
+        _keep_top(weights, logits, batch.filtered, *limits, _widths(batch, logits.device))
     if batch.any_min_p:
         weights *= weights >= (batch.min_p[:, None] * ONE).long()
     return weights
@@ -131,8 +130,9 @@ def _gap(logits: torch.Tensor) -> torch.Tensor:
     return logits.amax(1, keepdim=True).clamp_(min=-_FLOAT_MAX) - logits
 
 
-def _weights(gap: torch.Tensor, inverse_temperature: torch.Tensor | float = 1.0) -> torch.Tensor:
-    return (gap * -inverse_temperature).exp_().mul_(ONE).long()
+def _weights(log_ratio: torch.Tensor) -> torch.Tensor:
+    """(R, V) int64: floor(2^40 * exp(log_ratio)), where log_ratio <= 0 is overwritten."""
+    return log_ratio.exp_().mul_(ONE).long()
 
 
 def _draw(weights: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,7 +174,7 @@ def _widths(batch: SamplingBatch, device: torch.device) -> list[int]:
 
 def _keep_top(
     weights: torch.Tensor,
-    gap: torch.Tensor,
+    logits: torch.Tensor,
     rows: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
@@ -188,18 +188,18 @@ def _keep_top(
     The last is at least every row's top_k, and decides. Sums are exact: widths change only the time.
     """
     width, *wider = widths
-    ids = _ranked(gap if len(rows) == len(gap) else gap[rows], width)
+    ids = _ranked(_gap(logits if len(rows) == len(logits) else logits[rows]), width)
     ranked = weights[rows[:, None], ids]
     mass = ranked.cumsum(1)
     of_top_k = mass.gather(1, top_k.clamp(max=width) - 1)
     limit = top_p * torch.where(top_k <= width, of_top_k, weights.sum(1)[rows, None])
-    keep = (torch.arange(width, device=gap.device) < top_k) & (mass - ranked < limit)
+    keep = (torch.arange(width, device=logits.device) < top_k) & (mass - ranked < limit)
     keep[:, 0] = True  # also for top_p = 0
     kept = ranked * keep
     if wider:  # on a CPU only: elsewhere, looking at the result would wait for the device
-        undecided = ((top_k > width) & ((top_k < gap.shape[1]) | (mass[:, -1:] < limit)))[:, 0]
+        undecided = ((top_k > width) & ((top_k < logits.shape[1]) | (mass[:, -1:] < limit)))[:, 0]
         if undecided.any():
-            _keep_top(weights, gap, rows[undecided], top_k[undecided], top_p[undecided], wider)
+            _keep_top(weights, logits, rows[undecided], top_k[undecided], top_p[undecided], wider)
         rows, ids, kept = rows[~undecided], ids[~undecided], kept[~undecided]
     weights.index_fill_(0, rows, 0)
     weights[rows[:, None], ids] = kept
@@ -337,7 +337,7 @@ def output_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top_n: int | Seq
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, wanted: int) -> Logprobs:
     gap = _gap(logits)
-    log_sum = torch.log(_weights(gap).sum(1, keepdim=True).clamp_(min=1).double() / ONE)
+    log_sum = torch.log(_weights(-gap).sum(1, keepdim=True).clamp_(min=1).double() / ONE)
     top_ids = _ranked(gap, wanted) if wanted else tokens[:, :0]
     chosen, top = (-(gap.gather(1, ids) + log_sum).float() for ids in (tokens, top_ids))
     return Logprobs(chosen[:, 0], top, top_ids)

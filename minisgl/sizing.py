@@ -45,7 +45,7 @@ class ComputePlan:
 def choose_device(device: str) -> torch.device:
     """ "auto" is the GPU if there is one.  Raises ValueError for a device that is not there."""
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError):
@@ -57,6 +57,8 @@ def choose_device(device: str) -> torch.device:
             raise ValueError(f"device={device!r}: there is no CUDA device")
         if (chosen.index or 0) >= torch.cuda.device_count():
             raise ValueError(f"device={device!r}: there are {torch.cuda.device_count()} CUDA devices")
+        if chosen.index is None:
+            chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen
 
 
