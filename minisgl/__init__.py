@@ -22,14 +22,64 @@ _WHERE = {
     "SamplingParams": "sampling_params",
     "EventLog": "events",
     "RadixTree": "radix",
-}
+    **dict.fromkeys(
+        (
+            "function", "gen", "gen_int", "gen_string", "select", "image", "video", "system", "user", "assistant",
+            "system_begin", "system_end", "user_begin", "user_end", "assistant_begin", "assistant_end",
+            "separate_reasoning", "set_default_backend", "flush_cache", "get_server_info", "join", "SglFunction",
+        ),
+        "lang",
+    ),
+    "ProgramState": "state",
+    "TraceError": "trace",
+    "token_length_normalized": "choices",
+    "greedy_token_selection": "choices",
+    "unconditional_likelihood_normalized": "choices",
+    "RuntimeEndpoint": "backends.endpoint",
+    "OpenAI": "backends.openai",
+    "Anthropic": "backends.anthropic",
+    "Gemini": "backends.gemini",
+    "LiteLLM": "backends.litellm",
+}  # fmt: skip
 __all__ = sorted(_WHERE)  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from .backends.anthropic import Anthropic as Anthropic
+    from .backends.endpoint import RuntimeEndpoint as RuntimeEndpoint
+    from .backends.gemini import Gemini as Gemini
+    from .backends.litellm import LiteLLM as LiteLLM
+    from .backends.openai import OpenAI as OpenAI
+    from .choices import greedy_token_selection as greedy_token_selection
+    from .choices import token_length_normalized as token_length_normalized
+    from .choices import unconditional_likelihood_normalized as unconditional_likelihood_normalized
     from .events import EventLog as EventLog
+    from .lang import SglFunction as SglFunction
+    from .lang import assistant as assistant
+    from .lang import assistant_begin as assistant_begin
+    from .lang import assistant_end as assistant_end
+    from .lang import flush_cache as flush_cache
+    from .lang import function as function
+    from .lang import gen as gen
+    from .lang import gen_int as gen_int
+    from .lang import gen_string as gen_string
+    from .lang import get_server_info as get_server_info
+    from .lang import image as image
+    from .lang import join as join
+    from .lang import select as select
+    from .lang import separate_reasoning as separate_reasoning
+    from .lang import set_default_backend as set_default_backend
+    from .lang import system as system
+    from .lang import system_begin as system_begin
+    from .lang import system_end as system_end
+    from .lang import user as user
+    from .lang import user_begin as user_begin
+    from .lang import user_end as user_end
+    from .lang import video as video
     from .radix import RadixTree as RadixTree
     from .runtime import Runtime as Runtime
     from .sampling_params import SamplingParams as SamplingParams
+    from .state import ProgramState as ProgramState
+    from .trace import TraceError as TraceError
 
 
 def __getattr__(name: str):

@@ -49,7 +49,8 @@ class ForwardBatch:
     input_ids  (T,) int64: the new tokens
     positions  (T,) int64: each token's position in its sequence
     out_slots  (T,) int64: the pool slot that receives each token's K and V
-    q_start    (B+1,) int32: sequence b's new tokens are q_start[b]:q_start[b+1]
+    q_start    (B+1,) int32: sequence b's new tokens are q_start[b]:q_start[b+1]; tokens past the last one, if
+               any, are padding: their results are finite and of no use
     seq_lens   (B,) int32: KV length of each sequence, its new tokens included
     rows       (B,) int32: each sequence's row of the request table
     table      (R, C) int32: table[row, p] is the slot of position p; row 0 and slot 0 are dummies for padding

@@ -6,15 +6,13 @@ does the rest; what matters is to call it rarely and with a shape it likes:
 
 * decodes     one call for many sequences: their contexts are gathered side by side, padded to the longest.  Sequences
               of similar length go together (`_buckets`), so that padding at most doubles the work.
-* extends     one call per sequence, or per few sequences with a long common prefix.  The G query heads that share a KV
-              head become G rows of one query, so that K and V are read once for all of them:
-              q (n, KV * G, D)  ->  (KV, n * G, D).  Sequences behind one prefix (`_families`) read it once: their
-              queries stand below one another, and a mask keeps each to its own continuation:
+* extends     one call per sequence.  The G query heads that share a KV head become G rows of one query, so that K and V
+              are read once for all of them:  q (n, KV * G, D)  ->  (KV, n * G, D).
 
-                           keys:   prefix ........   own a   own b   own c
-                  queries of a     x x x x x x x x   causal    -       -
-                  queries of b     x x x x x x x x     -     causal    -
-                  queries of c     x x x x x x x x     -       -     causal
+A query's result here does not depend on which other queries share its call, in bfloat16 to the last bit: keys are
+always those of its own sequence in order, then masked ones up to a multiple of `KEY_TILE`.  (Sums over 41 keys and over
+41 keys and 49 masked ones are cut differently; over 128 and over 256 they are not.)  Several sequences behind one
+prefix could share a call with a mask, about 6 % faster for few-shot prompts; it would cost exactly this, see `sizing`.
 
 Works on any device and in any dtype; the tests compare it with `ReferenceAttention`.
 """
@@ -30,7 +28,8 @@ import torch.nn.functional as F
 from .attention import Attention, ForwardBatch, causal_attention
 
 QUERY_BLOCK = 512  # queries per masked call: bounds the mask to 512 x context
-MIN_COMMON = 128  # shortest common prefix worth sharing, in tokens
+KEY_TILE = 128  # keys per call are rounded up to a multiple of this
+MASK_BYTES = 256 << 20  # masks that a sequence keeps from layer to layer; larger ones are made for each
 
 
 @dataclass
@@ -45,24 +44,14 @@ class _Decodes:
 
 
 @dataclass
-class _Member:
-    """One sequence's new tokens start..end - 1 (flat) over `total` positions."""
+class _Extend:
+    """One sequence's new tokens start..end - 1 (flat) over `total` positions in `slots` (padded)."""
 
     start: int
     end: int
     total: int
-    row: int
-
-
-@dataclass
-class _Family:
-    """Sequences whose first `common` positions are the same slots; `slots` are those, then each one's own."""
-
-    members: list[_Member]
-    common: int
-    slots: torch.Tensor | slice
-    tokens: torch.Tensor | None  # flat tokens of all members; None: one contiguous range
-    masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
+    slots: torch.Tensor
+    masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # by first query and window
 
 
 class CpuAttention(Attention):
@@ -77,25 +66,18 @@ class CpuAttention(Attention):
             self._gather_plan(batch.table, np.asarray(layout.rows), lengths, members, n)
             for members in _buckets(lengths[:n])
         ]
-        members = [
-            _Member(int(layout.q_start[i]), int(layout.q_start[i + 1]), int(lengths[i]), int(layout.rows[i]))
-            for i in range(n, len(lengths))
+        bounds = zip(*(x[n:].tolist() for x in (layout.q_start[:-1], layout.q_start[1:], lengths, layout.rows)))
+        self._extends = [
+            _Extend(start, end, total, _padded(batch.table[row, :total].long()))
+            for start, end, total, row in bounds
         ]
-        self._families = [self._family(batch.table, *family) for family in _families(members, batch.table)]
-
-    @staticmethod
-    def _family(table: torch.Tensor, members: list[_Member], common: int) -> _Family:
-        if len(members) == 1:
-            return _Family(members, 0, _as_slice(table[members[0].row, : members[0].total]), None)
-        parts = [table[members[0].row, :common]] + [table[m.row, common : m.total] for m in members]
-        tokens = torch.cat([torch.arange(m.start, m.end, device=table.device) for m in members])
-        return _Family(members, common, torch.cat(parts).long(), tokens)
+        self._padding = int(layout.q_start[-1])  # tokens from here on belong to no sequence
 
     def _gather_plan(
         self, table: torch.Tensor, rows: np.ndarray, lengths: np.ndarray, members: np.ndarray, n: int
     ) -> _Decodes:
-        device, longest = table.device, int(lengths[members].max())
-        slots = table[torch.from_numpy(rows[members]).to(device), :longest].long()
+        device, longest = table.device, _up(int(lengths[members].max()))
+        slots = _padded(table[torch.from_numpy(rows[members]).to(device), :longest].long())
         own = torch.from_numpy(lengths[members].astype(np.int64)).to(device)
         # what stands in the table past a sequence's end may be anything: read the dummy slot instead
         slots = slots.masked_fill(torch.arange(longest, device=device) >= own[:, None], 0)
@@ -121,16 +103,11 @@ class CpuAttention(Attention):
         out = torch.empty((len(q), self.num_heads, self.head_dim), dtype=q.dtype, device=q.device)
         for group in self._decodes:
             self._decode(group, keys, values, q, out, scale, window, softcap)
-        for family in self._families:
-            k_seen, v_seen = _take(keys, family.slots), _take(values, family.slots)
-            if family.tokens is None:
-                only = slice(family.members[0].start, family.members[0].end)
-                self._extend(family, k_seen, v_seen, q[only], out[only], scale, window, softcap)
-            else:
-                mine = q.index_select(0, family.tokens)
-                result = torch.empty_like(mine)
-                self._extend(family, k_seen, v_seen, mine, result, scale, window, softcap)
-                out.index_copy_(0, family.tokens, result)
+        out[self._padding :] = 0
+        for sequence in self._extends:
+            mine = slice(sequence.start, sequence.end)
+            k_seen, v_seen = keys.index_select(0, sequence.slots), values.index_select(0, sequence.slots)
+            self._extend(sequence, k_seen, v_seen, q[mine], out[mine], scale, window, softcap)
         return out
 
     # ---- decodes -------------------------------------------------------------------------------------------------
@@ -169,120 +146,47 @@ class CpuAttention(Attention):
 
     # ---- extends -------------------------------------------------------------------------------------------------
 
-    def _extend(self, family: _Family, k, v, q, out, scale: float, window: int, softcap: float) -> None:
-        n, total = len(q), len(k)
+    def _extend(self, seq: _Extend, k, v, q, out, scale: float, window: int, softcap: float) -> None:
+        n, total = len(q), seq.total
         if softcap:
-            for m, queries, results in self._of_each(family, q, out):
-                mine = self._own_keys(family, m)
-                results.copy_(
-                    causal_attention(
-                        queries.float(), k[mine].float(), v[mine].float(), scale=scale, window=window, softcap=softcap
-                    )
-                )
-            return
-        if n == total and not window:  # no prefix: torch's own causal case skips the upper half
-            heads_first = (q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None])
-            result = F.scaled_dot_product_attention(
-                *heads_first, is_causal=True, scale=scale, enable_gqa=self.group > 1
-            )
-            out.copy_(result[0].transpose(0, 1))
+            exact = (q.float(), k[:total].float(), v[:total].float())
+            out.copy_(causal_attention(*exact, scale=scale, window=window, softcap=softcap))
             return
         dim, kv_heads = self.head_dim, self.num_kv_heads
-        alone = len(family.members) == 1
         for first in range(0, n, QUERY_BLOCK):
             last = min(first + QUERY_BLOCK, n)
-            seen = total - n + last if alone else total
+            known = total - n + last
+            seen = _up(known)
             rows = q[first:last].reshape(last - first, kv_heads, self.group, dim)
             rows = rows.permute(1, 0, 2, 3).reshape(1, kv_heads, -1, dim)
-            mask = family.masks.get((first, last, window))
+            mask = seq.masks.get((first, window))
             if mask is None:
-                mask = self._extend_mask(family, n, total, window, q)[first:last, :seen]
-                mask = mask.repeat_interleave(self.group, 0)
-                family.masks[first, last, window] = mask
+                mask = self._extend_mask(last - first, known, window, q)
+                if n * self.group * total * q.element_size() <= MASK_BYTES:
+                    seq.masks[first, window] = mask
             k_seen, v_seen = k[:seen].transpose(0, 1)[None], v[:seen].transpose(0, 1)[None]
             result = F.scaled_dot_product_attention(rows, k_seen, v_seen, attn_mask=mask, scale=scale)
             result = result.view(kv_heads, last - first, self.group, dim).permute(1, 0, 2, 3)
             out[first:last] = result.reshape(last - first, self.num_heads, dim)
 
-    @staticmethod
-    def _extend_mask(family: _Family, n: int, total: int, window: int, like: torch.Tensor) -> torch.Tensor:
-        """(n, total): 0 where a query sees a key, -inf elsewhere."""
-        device, common = like.device, family.common
-        position = torch.empty(total, dtype=torch.int64, device=device)  # of each key in its own sequence
-        owner = torch.full((total,), -1, dtype=torch.int64, device=device)  # -1: the common prefix
-        query = torch.empty(n, dtype=torch.int64, device=device)
-        asker = torch.empty(n, dtype=torch.int64, device=device)
-        position[:common] = torch.arange(common, device=device)
-        key_at, query_at = common, 0
-        for i, m in enumerate(family.members):
-            own, new = m.total - common, m.end - m.start
-            position[key_at : key_at + own] = torch.arange(common, m.total, device=device)
-            owner[key_at : key_at + own] = i
-            query[query_at : query_at + new] = torch.arange(m.total - new, m.total, device=device)
-            asker[query_at : query_at + new] = i
-            key_at, query_at = key_at + own, query_at + new
-        hidden = position > query[:, None]
+    def _extend_mask(self, n: int, known: int, window: int, like: torch.Tensor) -> torch.Tensor:
+        """(n * G, known, padded): the last n of `known` positions look back; each row stands for G query heads."""
+        query = torch.arange(known - n, known, device=like.device)[:, None]
+        key = torch.arange(_up(known), device=like.device)
+        hidden = key > query
         if window:
-            hidden |= position <= query[:, None] - window
-        if len(family.members) > 1:
-            hidden |= (owner >= 0) & (owner != asker[:, None])
-        mask = torch.zeros((n, total), dtype=like.dtype, device=device)
-        return mask.masked_fill_(hidden, float("-inf"))
-
-    @staticmethod
-    def _of_each(family: _Family, q: torch.Tensor, out: torch.Tensor):
-        """(member, its queries, its results) of a family."""
-        at = 0
-        for m in family.members:
-            yield m, q[at : at + m.end - m.start], out[at : at + m.end - m.start]
-            at += m.end - m.start
-
-    @staticmethod
-    def _own_keys(family: _Family, member: _Member) -> torch.Tensor | slice:
-        """Which of the family's gathered keys are this member's."""
-        if len(family.members) == 1:
-            return slice(0, member.total)
-        at = family.common
-        for m in family.members:
-            if m is member:
-                break
-            at += m.total - family.common
-        own = torch.arange(at, at + member.total - family.common)
-        return torch.cat([torch.arange(family.common), own])
+            hidden |= key <= query - window
+        mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
+        return mask.masked_fill_(hidden, float("-inf")).repeat_interleave(self.group, 0)
 
 
-def _families(members: list[_Member], table: torch.Tensor) -> list[tuple[list[_Member], int]]:
-    """Sequences to attend together, with the length of their common prefix.
-
-    Worth it while what the members would read of each other and mask away stays small beside the prefix.  Only few new
-    tokens behind a long cached prefix qualify.  Compares slots, on the host: the table is there on a CPU.
-    """
-    alone: list[tuple[list[_Member], int]] = []
-    open_families: dict[int, tuple[list[_Member], int, int]] = {}  # by the slot of position 0
-    if table.device.type != "cpu":
-        return [([m], 0) for m in members]
-    slots = table.numpy()
-    for m in members:
-        prefix = m.total - (m.end - m.start)
-        if prefix < MIN_COMMON or prefix < 4 * (m.end - m.start):
-            alone.append(([m], 0))
-            continue
-        key = int(slots[m.row, 0])
-        if key in open_families:
-            family, common, own = open_families[key]
-            same = slots[m.row, : min(common, prefix)] == slots[family[0].row, : min(common, prefix)]
-            shared = len(same) if same.all() else int(same.argmin())
-            grown = own + (m.total - shared) + len(family) * (common - shared)
-            if shared >= MIN_COMMON and grown * 4 <= shared:
-                open_families[key] = ([*family, m], shared, grown)
-                continue
-            alone.append((family, common if len(family) > 1 else 0))
-        open_families[key] = ([m], prefix, m.end - m.start)
-    return alone + [(family, common if len(family) > 1 else 0) for family, common, _ in open_families.values()]
+def _up(keys: int) -> int:
+    return -(-keys // KEY_TILE) * KEY_TILE
 
 
-def _take(pool: torch.Tensor, slots: torch.Tensor | slice) -> torch.Tensor:
-    return pool[slots] if isinstance(slots, slice) else pool.index_select(0, slots)
+def _padded(slots: torch.Tensor) -> torch.Tensor:
+    """(..., keys) with the dummy slot for the keys that are masked."""
+    return F.pad(slots, (0, _up(slots.shape[-1]) - slots.shape[-1]))
 
 
 def _buckets(lengths: np.ndarray) -> list[np.ndarray]:
@@ -293,11 +197,3 @@ def _buckets(lengths: np.ndarray) -> list[np.ndarray]:
         return [np.arange(len(lengths))]
     scale = np.frexp(np.maximum(lengths, 64).astype(np.float64))[1]
     return [np.flatnonzero(scale == s) for s in np.unique(scale)]
-
-
-def _as_slice(slots: torch.Tensor) -> torch.Tensor | slice:
-    """Slots that follow one another can be read as a view, without a copy."""
-    first, n = int(slots[0]), len(slots)
-    if int(slots[-1]) - first == n - 1 and bool((slots[1:] - slots[:-1] == 1).all()):
-        return slice(first, first + n)
-    return slots.long()

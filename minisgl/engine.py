@@ -24,6 +24,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -63,7 +64,8 @@ class Engine:
         self.counters = Counters()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._live: dict[str, Request] = {}
-        self._lock = threading.Lock()  # guards `_dead` against submissions
+        # guards `_dead` against submissions; a stream that the garbage collector closes may abort inside it
+        self._lock = threading.RLock()
         self._dead: BaseException | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._main, name="minisgl-engine", daemon=True)
@@ -78,9 +80,17 @@ class Engine:
             request.submitted = now
         self._post(lambda: self._accept(requests))
 
-    def abort(self, rids: list[str], message: str = "aborted by the caller") -> None:
-        """End requests; unknown and ended ones are ignored.  Returns at once."""
-        self._post(lambda: self._abort(rids, message), ignore_dead=True)
+    def abort(self, requests: list[Request], message: str = "aborted by the caller") -> None:
+        """End requests; those that have ended, or were not taken in, are ignored.  Returns at once."""
+        self._post(lambda: self._abort(requests, message), ignore_dead=True)
+
+    def abort_named(self, name: str, message: str = "aborted by the caller") -> None:
+        """The same for the requests whose id or group this is."""
+
+        def run() -> None:
+            self._abort([r for r in self._live.values() if name in (r.rid, r.group)], message)
+
+        self._post(run, ignore_dead=True)
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Run `function` on the engine's thread between two steps and return its result."""
@@ -115,7 +125,7 @@ class Engine:
                 self._inbox.put(action)
                 return
         if not ignore_dead:
-            raise EngineError(str(self._dead)) from self._dead
+            raise self._wrap(self._dead)
 
     # ---- the thread --------------------------------------------------------------------------------------------------
 
@@ -230,17 +240,20 @@ class Engine:
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def _accept(self, requests: list[Request]) -> None:
+        taken = next((r.rid for r in requests if r.rid in self._live), None)
         for request in requests:
+            if taken is not None:  # all of them or none
+                request.sink.fail(ValueError(f"rid {taken!r} is the id of a request that has not ended yet"))
+                continue
             self._live[request.rid] = request
             try:
                 self.scheduler.add(request)
             except ValueError as error:
                 self._fail(request, error)
 
-    def _abort(self, rids: list[str], message: str) -> None:
-        for rid in rids:
-            request = self._live.get(rid)
-            if request is not None:
+    def _abort(self, requests: list[Request], message: str) -> None:
+        for request in requests:
+            if self._live.get(request.rid) is request:
                 self.scheduler.abort(request, message)
                 self._ended(request)
 
@@ -251,7 +264,10 @@ class Engine:
         self.counters.requests += 1
         self.counters.prompt_tokens += request.prompt_len
         self.counters.cached_tokens += request.cached_tokens or 0
-        request.sink.end()
+        try:
+            request.sink.end()
+        except Exception as error:  # as in `_deliver`: its text cannot be completed, say
+            request.sink.fail(error)
 
     def _fail(self, request: Request, error: BaseException) -> None:
         self._live.pop(request.rid, None)
@@ -260,10 +276,13 @@ class Engine:
 
     def _recover(self, error: Exception) -> None:
         """A step failed: end what runs with its cause, forget what was computed, go on."""
-        failed = self._wrap(error)
-        self.scheduler.drop_all(str(failed))
+        self.scheduler.drop_all(str(self._wrap(error)))
         for request in list(self._live.values()):
-            self._fail(request, failed)
+            self._fail(request, self._wrap(error))
+        cause: BaseException | None = error
+        while cause is not None:  # whoever keeps the error keeps its frames: let go of the tensors in them
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
 
     def _die(self, error: BaseException) -> None:
         with self._lock:
@@ -282,8 +301,11 @@ class Engine:
 
     @staticmethod
     def _wrap(error: BaseException) -> EngineError:
+        """A new exception for each waiter: every `raise` writes into the traceback of what it raises."""
         if isinstance(error, EngineError):
-            return error
-        failed = EngineError(f"the engine failed: {type(error).__name__}: {error}")
-        failed.__cause__ = error
+            failed = EngineError(str(error))
+            failed.__cause__ = error.__cause__
+        else:
+            failed = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            failed.__cause__ = error
         return failed

@@ -18,7 +18,7 @@ captured in a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
 import torch

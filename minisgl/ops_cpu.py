@@ -14,7 +14,6 @@ The entry points are the ones torch's own compiler emits for CPUs; `can_pack` sa
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from .ops import Ops, rms_norm
 
@@ -46,25 +45,3 @@ class PackedOps(Ops):
     def linear_add_norm(self, x, weight, bias, residual, norm, eps):
         residual = torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, "add")
         return rms_norm(residual, norm, eps), residual
-
-
-class PaddedOps(Ops):
-    """Pads products of fewer than `min_rows` rows: on some CPUs few rows are far slower than 16 of them."""
-
-    def __init__(self, ops: Ops, min_rows: int):
-        self.inner, self.min_rows = ops, min_rows
-        self.pack, self.pack_gate_up = ops.pack, ops.pack_gate_up
-
-    def linear(self, x, weight, bias=None):
-        return self.inner.linear(self._pad(x), weight, bias)[: len(x)]
-
-    def swiglu(self, x, weight, bias=None):
-        return self.inner.swiglu(self._pad(x), weight, bias)[: len(x)]
-
-    def linear_add_norm(self, x, weight, bias, residual, norm, eps):
-        normed, total = self.inner.linear_add_norm(self._pad(x), weight, bias, self._pad(residual), norm, eps)
-        return normed[: len(x)], total[: len(x)]
-
-    def _pad(self, x: torch.Tensor) -> torch.Tensor:
-        missing = self.min_rows - len(x)
-        return F.pad(x, (0, 0, 0, missing)) if missing > 0 else x

@@ -6,7 +6,7 @@ thread, since a stop string may end it.
 
     engine thread                                  caller's thread
     Sink.token(id) -> text -> stop strings         Sink.result()   waits, then {"text", "output_ids", "meta_info"}
-         |                      |                  Sink.chunks()   the same, growing, while streaming
+         |                      |
          |                      '-> "stop here"
          '-> on_chunk(dict)  for a stream
 """
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .tokenizer import BaseTokenizer
 
 Alternatives = list[tuple[float, int]]  # (log-probability, token id), likeliest first
+Triple = tuple[float | None, int, str | None]  # (log-probability, token id, its text if wanted)
 
 
 class EngineError(RuntimeError):
@@ -35,15 +36,18 @@ class EngineError(RuntimeError):
 
 @dataclass
 class TokenLogprobs:
-    """Log-probabilities gathered for one request.  Prompt entries start at position `start`."""
+    """Log-probabilities gathered for one request, as its reply shows them.
+
+    Prompt entries start at position `start`; those of position 0, which nothing predicts, are None.
+    """
 
     start: int | None
     top_n: int
     with_text: bool
-    prompt: list[tuple[float | None, int]] = field(default_factory=list)
-    prompt_top: list[Alternatives | None] = field(default_factory=list)
-    output: list[tuple[float, int]] = field(default_factory=list)
-    output_top: list[Alternatives] = field(default_factory=list)
+    prompt: list[Triple] = field(default_factory=list)
+    prompt_top: list[list[Triple] | None] = field(default_factory=list)
+    output: list[Triple] = field(default_factory=list)
+    output_top: list[list[Triple]] = field(default_factory=list)
 
 
 class Sink:
@@ -61,9 +65,14 @@ class Sink:
         self.on_chunk = on_chunk
         self.logprobs = logprobs
         self.ended: Future[None] = Future()
+        self.ended.set_running_or_notify_cancel()  # else cancelling a task that awaits it would set it
         self._text = ""
-        self._count = 0
+        self._sent = 0  # characters of the text that chunks have carried
+        self._ids: list[int] = []
         params = request.params
+        if logprobs is not None and logprobs.start == 0:
+            logprobs.prompt.append(self._triple(None, int(request.prompt[0])))
+            logprobs.prompt_top.append(None)
         self.watches = on_chunk is not None or bool(params.stop or params.stop_regex) or logprobs is not None
         self._detokenizer = self._checker = None
         if self.watches and tokenizer is not None:
@@ -75,7 +84,7 @@ class Sink:
         assert self.tokenizer is not None
         return Detokenizer(
             self.tokenizer,
-            self.request.prompt,  # only its last few ids are looked at
+            self.request.prompt,  # pyright: ignore[reportArgumentType] (an array; its last few ids are read)
             params.skip_special_tokens,
             params.spaces_between_special_tokens,
         )
@@ -84,40 +93,39 @@ class Sink:
 
     def token(self, token: int, logprob: tuple[float, Alternatives] | None = None) -> str | None:
         """Take one token; returns the stop string or pattern that it completes, if it does."""
-        self._count += 1
+        self._ids.append(token)
         if self.logprobs is not None and logprob is not None:
-            self.logprobs.output.append((logprob[0], token))
-            self.logprobs.output_top.append(logprob[1])
+            self.logprobs.output.append(self._triple(logprob[0], token))
+            self.logprobs.output_top.append(self._triples(logprob[1]))
         if self._detokenizer is None or self._checker is None:
-            self._chunk("")
+            self._chunk()
             return None
         if self._is_trimmed_stop(token):
             return None
-        late_enough = self._count > self.request.params.min_new_tokens
-        delta = self._checker.feed(self._detokenizer.push((token,)), check=late_enough)
-        self._text += delta
+        late_enough = len(self._ids) > self.request.params.min_new_tokens
+        self._text += self._checker.feed(self._detokenizer.push((token,)), check=late_enough)
         if self._checker.matched is None:
-            self._chunk(delta)
+            self._chunk()
         return self._checker.matched
 
     def prompt_scores(self, first: int, scores: list[tuple[float, Alternatives]]) -> None:
         """Log-probabilities of the prompt tokens at positions first, first + 1, ..."""
-        if self.logprobs is None:
+        if self.logprobs is None or self.logprobs.start is None:
             return
-        have = max(self.logprobs.start or 0, 1) + len(self.logprobs.prompt)  # a retracted request scores again
+        have = self.logprobs.start + len(self.logprobs.prompt)  # a retracted request scores again
         for position, (value, top) in enumerate(scores[have - first :], start=have):
-            self.logprobs.prompt.append((value, int(self.request.prompt[position])))
-            self.logprobs.prompt_top.append(top)
+            self.logprobs.prompt.append(self._triple(value, int(self.request.prompt[position])))
+            self.logprobs.prompt_top.append(self._triples(top))
 
     def end(self) -> None:
         """The request has ended: complete its text and wake whoever waits."""
         if self._detokenizer is not None and self._checker is not None:
-            before = len(self._text)
             self._text += self._checker.feed(self._detokenizer.finish()) + self._checker.finish()
-            if self._checker.matched is not None and self.request.finish_reason is not None:
-                if self.request.finish_reason["type"] != "abort":
-                    self.request.finish_reason = {"type": "stop", "matched": self._checker.matched}
-            self._chunk(self._text[before:])
+            reason, matched = self.request.finish_reason, self._checker.matched
+            if matched is not None and reason is not None and reason["type"] != "abort":
+                self.request.finish_reason = {"type": "stop", "matched": matched}
+        if self.on_chunk is not None:
+            self.on_chunk(self._snapshot())
         self.ended.set_result(None)
         if self.on_chunk is not None:
             self.on_chunk(None)
@@ -135,9 +143,11 @@ class Sink:
         stopped = reason is not None and reason["type"] == "stop" and reason["matched"] == token
         return stopped and not self.request.params.no_stop_trim
 
-    def _chunk(self, delta: str) -> None:
-        if self.on_chunk is not None and (delta or self._detokenizer is None or self.request.finish_reason):
-            self.on_chunk(self._snapshot(delta))
+    def _chunk(self) -> None:
+        """Pass on what is new.  The last chunk, the only one with a finish reason, is left to `end`."""
+        new = self._detokenizer is None or len(self._text) > self._sent
+        if self.on_chunk is not None and new and self.request.finish_reason is None:
+            self.on_chunk(self._snapshot())
 
     # ---- caller's thread -----------------------------------------------------------------------------------------
 
@@ -156,8 +166,10 @@ class Sink:
             "meta_info": self.meta_info(len(self.request.output)),
         }
 
-    def _snapshot(self, delta: str) -> dict[str, Any]:
-        return {"text": self._text, "delta": delta, "meta_info": self.meta_info(self._count)}
+    def _snapshot(self) -> dict[str, Any]:
+        delta, self._sent = self._text[self._sent :], len(self._text)
+        ids = self._ids.copy()
+        return {"text": self._text, "delta": delta, "output_ids": ids, "meta_info": self.meta_info(len(ids))}
 
     def meta_info(self, completion_tokens: int) -> dict[str, Any]:
         """The reply's "meta_info": counts in tokens, times in seconds since submission."""
@@ -176,26 +188,21 @@ class Sink:
             info |= self._logprob_info(self.logprobs)
         return info
 
-    def _logprob_info(self, logprobs: TokenLogprobs) -> dict[str, Any]:
-        def triple(entry: tuple[float | None, int]) -> tuple[float | None, int, str | None]:
-            value, token = entry
-            return value, token, self._token_text(token) if logprobs.with_text else None
-
-        def triples(top: Alternatives | None) -> list[tuple[float | None, int, str | None]] | None:
-            return None if top is None else [triple(entry) for entry in top]
-
-        info: dict[str, Any] = {"output_token_logprobs": [triple(e) for e in logprobs.output]}
+    @staticmethod
+    def _logprob_info(logprobs: TokenLogprobs) -> dict[str, Any]:
+        # copies, for a stream's chunks: the lists go on growing
+        info: dict[str, Any] = {"output_token_logprobs": logprobs.output.copy()}
         if logprobs.top_n:
-            info["output_top_logprobs"] = [triples(t) for t in logprobs.output_top]
+            info["output_top_logprobs"] = logprobs.output_top.copy()
         if logprobs.start is not None:
-            prompt, top = list(logprobs.prompt), list(logprobs.prompt_top)
-            if logprobs.start == 0:  # nothing comes before the first token
-                prompt.insert(0, (None, int(self.request.prompt[0])))
-                top.insert(0, None)
-            info["input_token_logprobs"] = [triple(e) for e in prompt]
+            info["input_token_logprobs"] = logprobs.prompt.copy()
             if logprobs.top_n:
-                info["input_top_logprobs"] = [triples(t) for t in top]
+                info["input_top_logprobs"] = logprobs.prompt_top.copy()
         return info
 
-    def _token_text(self, token: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.token_text(token)
+    def _triple(self, value: float | None, token: int) -> Triple:
+        wanted = self.logprobs is not None and self.logprobs.with_text and self.tokenizer is not None
+        return value, token, self.tokenizer.token_text(token) if wanted else None  # pyright: ignore
+
+    def _triples(self, top: Alternatives) -> list[Triple]:
+        return [self._triple(value, token) for value, token in top]

@@ -48,13 +48,17 @@ class SlotAllocator:
             raise ValueError(f"kv capacity must be at least 1 token, got {capacity}")
         self.capacity = capacity
         self.events = events
-        self._stack = np.empty(capacity, np.int32)
-        self.reset()
+        self._stack = np.arange(capacity, 0, -1, dtype=np.int32)  # the top of the stack is slot 1
+        self.available = capacity
 
     def reset(self) -> None:
-        """Make every slot free again."""
-        self._stack[:] = np.arange(self.capacity, 0, -1)  # the top of the stack is slot 1
+        """Make every slot free again, whoever owns it."""
+        every = np.arange(self.capacity, 0, -1, dtype=np.int32)
+        taken = np.setdiff1d(every, self.free_slots())
+        self._stack[:] = every
         self.available = self.capacity
+        if self.events is not None and len(taken):
+            self.events.emit("free", slots=taken.tolist())
 
     def alloc(self, n: int) -> np.ndarray:
         """Take `n` slots: (n,) int32.  Raises OutOfSlots, taking nothing, if fewer are free."""
@@ -93,7 +97,11 @@ class RequestTable:
     def __init__(self, max_requests: int, max_context: int):
         self.max_requests, self.max_context = max_requests, max_context
         self.slots = np.zeros((max_requests + 1, max_context), np.int32)  # zeros: DUMMY_SLOT, committed when written
-        self._free_rows = list(range(max_requests, DUMMY_ROW, -1))
+        self.reset()
+
+    def reset(self) -> None:
+        """Make every row free, whoever holds it."""
+        self._free_rows = list(range(self.max_requests, DUMMY_ROW, -1))
         self._writes: list[tuple[int, int, int]] = []
 
     @property

@@ -62,6 +62,7 @@ class Request:
     logprob_start: int | None = None  # first prompt position whose log-probability is wanted; None: none
     top_logprobs: int = 0
     priority: int = 0
+    group: str | None = None  # the id that the caller gave to the several requests of one call
     grammar: Any = None
 
     # life

@@ -28,8 +28,10 @@ from .request import Request, Rows
 from .sampler import Logprobs, PenaltyState, SamplingBatch, output_logprobs, prompt_logprobs, sample
 from .scheduler import Batch
 
+SMALL_STEP = 32  # rows of logits per product on a CPU, see `sizing`
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 @dataclass
@@ -61,6 +63,7 @@ class Runner:
 
     max_requests   rows of the request table, the dummy not counted
     graph_sizes    decode batch sizes to record as CUDA graphs (empty: none)
+    pad_rows       tokens of a step -> rows to compute, the rest padding (see `sizing.ComputePlan`)
     """
 
     def __init__(
@@ -72,7 +75,9 @@ class Runner:
         *,
         eos_ids: Sequence[int] = (),
         graph_sizes: Sequence[int] = (),
+        pad_rows: Callable[[int], int] = lambda tokens: tokens,
     ):
+        self.pad_rows = pad_rows
         self.model, self.attention, self.table, self.rows = model, attention, table, rows
         self.device = model.device
         self.cuda = self.device.type == "cuda"
@@ -104,7 +109,7 @@ class Runner:
         self.attention.begin(forward)
         hidden = self.model.forward(forward, self.attention)
         scores = self._score_prompts(batch, hidden)
-        logits = self.model.logits(hidden.index_select(0, forward.logit_rows))
+        logits = self._logits(hidden.index_select(0, forward.logit_rows))
         return Step(batch, logits, sampling, top_logprobs, scores)
 
     def sample(self, step: Step, grammar_mask: torch.Tensor | None = None) -> None:
@@ -134,6 +139,10 @@ class Runner:
             step.done.synchronize()
         return step.host_tokens.numpy()
 
+    def close(self) -> None:
+        """Drop the recorded graphs, which refer to this object: its memory then goes when it does."""
+        self._graphs.clear()
+
     # ---- building the device's batch ---------------------------------------------------------------------------------
 
     def _forward_batch(self, batch: Batch) -> ForwardBatch:
@@ -147,6 +156,10 @@ class Runner:
         ids = self.rows.ids[token_rows, positions].astype(np.int64)
         slots = self.table.slots[token_rows, positions].astype(np.int64)
         logit_rows = q_start[1:][batch.samples] - 1
+        padding = np.zeros(self.pad_rows(int(q_start[-1])) - int(q_start[-1]), np.int64)
+        if len(padding):  # dummy tokens: row 0, position 0, slot 0
+            ids, positions, slots = (np.concatenate((a, padding)) for a in (ids, positions, slots))
+            token_rows = np.concatenate((token_rows, padding))
         from_device = np.flatnonzero(batch.from_device)  # decodes come first: token i belongs to sequence i
 
         self._sync_table()
@@ -170,6 +183,12 @@ class Runner:
             logit_rows=logit_rows_,
             host=HostBatch(q_start, ends, rows),
         )
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(L, N) -> (L, vocab) float32; on a CPU in pieces of few rows, which are all multiplied alike."""
+        if self.cuda or len(hidden) <= SMALL_STEP:
+            return self.model.logits(hidden)
+        return torch.cat([self.model.logits(piece) for piece in hidden.split(SMALL_STEP)])
 
     def _sync_table(self) -> None:
         """Replay the host's edits of cached prefixes onto the device's table."""
@@ -248,7 +267,7 @@ class Runner:
                     states = hidden[offset + first - start : offset + last - start]
                     targets = self._to_device(request.prompt[first + 1 : last + 1].astype(np.int64))
                     logprobs = prompt_logprobs(
-                        states, targets, self.model.logits, self.vocab_size, request.top_logprobs
+                        states, targets, self._logits, self.vocab_size, request.top_logprobs
                     )
                     scores.append(PromptScores(request, first + 1, logprobs))
             offset += end - start

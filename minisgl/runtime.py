@@ -17,10 +17,12 @@ own and nothing here starts, patches or needs a loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import queue
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,7 @@ class Runtime:
     kv_capacity           the same in tokens, instead
     max_running_requests  most sequences in one batch
     max_context           longest sequence (prompt and output), in tokens
-    chunk_size            most prompt tokens per step; -1: unlimited
+    chunk_size            most tokens per step (a step decodes all that runs in any case); -1: unlimited
     schedule_policy       "lpm", "fcfs", "dfs-weight", "lof", "random"
     eviction              "lru", "lfu", "fifo", "mru", "priority"
     radix_cache           False: no sharing between requests (for comparison)
@@ -107,10 +109,14 @@ class Runtime:
             _check_count("chunk_size", chunk_size)
         if not isinstance(mem_fraction, (int, float)) or not 0 < mem_fraction <= 1:
             raise ValueError(f"mem_fraction must be a number in (0, 1], got {mem_fraction!r}")
-        if not isinstance(seed, int) or isinstance(seed, bool):
-            raise ValueError(f"seed must be an integer, got {seed!r}")
-        if not isinstance(radix_cache, bool):
-            raise ValueError(f"radix_cache must be True or False, got {radix_cache!r}")
+        _check_int("seed", seed, 0)
+        if seed >= 1 << 63:
+            raise ValueError(f"seed must be below 2^63, got {seed}")
+        _check_flag("radix_cache", radix_cache)
+        if not isinstance(events, EventLog):
+            _check_flag("events", events)
+        if tokenizer is not None and chat_template is not None:
+            raise ValueError("chat_template is for the model's own tokenizer: give it to the one in tokenizer=...")
         self.device = sizing.choose_device(device)
         cuda = self.device.type == "cuda"
         overlap = _check_switch("overlap", overlap, auto=cuda)
@@ -127,7 +133,8 @@ class Runtime:
         if tokenizer is None and loaded.folder is not None:
             tokenizer = Tokenizer(loaded.folder, chat_template=chat_template)
         self._tokenizer = tokenizer
-        self.eos_token_ids = tuple(sorted(loaded.eos_token_ids | set(tokenizer.eos_ids if tokenizer else ())))
+        stops = loaded.eos_token_ids | set(tokenizer.eos_ids if tokenizer else ())
+        self.eos_token_ids = tuple(sorted(i for i in stops if 0 <= i < config.vocab_size))
 
         capacity = kv_capacity or sizing.kv_capacity(config, plan.dtype, self.device, mem_fraction)
         context = min(max_context or config.context_length, capacity)
@@ -157,6 +164,7 @@ class Runtime:
                 self.scheduler.rows,
                 eos_ids=self.eos_token_ids,
                 graph_sizes=sizing.graph_sizes(max_running_requests) if graphs else (),
+                pad_rows=plan.rows,
             )
         self._engine = Engine(self.scheduler, runner, overlap=overlap)
         self._rng = np.random.default_rng(seed)
@@ -189,13 +197,15 @@ class Runtime:
                               (log-probability, id, text or None)
         logprob_start_len     with return_logprob, of the prompt's tokens from this position on as well; -1: none
         top_logprobs_num      and of this many likeliest alternatives at each place
-        rid                   a name for the request, to abort it by
+        rid                   a name to abort the request by, or all of them if the call makes several.  One alone
+                              has it as its id, which no other that runs may have
 
         Returns {"text", "output_ids", "meta_info"}; a list of them for a list of prompts or n > 1 (n in a row for
         each prompt); an iterator when streaming, whose items have "delta", the text since the last one.
         Raises ValueError before anything is queued if any prompt or parameter is not right.  KeyboardInterrupt ends
         the requests and is raised on.
         """
+        _check_flag("stream", stream)
         on_chunk = chunks = None
         if stream:
             chunks = queue.SimpleQueue()
@@ -204,13 +214,15 @@ class Runtime:
             prompt, sampling_params, input_ids, on_chunk, return_logprob, logprob_start_len, top_logprobs_num,
             return_text_in_logprobs, priority, rid,
         )  # fmt: skip
-        self._engine.submit([sink.request for sink in sinks])
         if chunks is not None:
-            return self._stream(sinks[0], chunks)
+            replies = self._stream(sinks[0], chunks)
+            next(replies)  # into its try: from there on, closing or dropping it ends the request
+            return replies
         try:
+            self._engine.submit([sink.request for sink in sinks])
             replies = [sink.result() for sink in sinks]
         except BaseException:
-            self._engine.abort([sink.request.rid for sink in sinks])
+            self._engine.abort([sink.request for sink in sinks])
             raise
         return replies[0] if single else replies
 
@@ -233,26 +245,24 @@ class Runtime:
         Cancelling the task ends the requests.
         """
         loop = asyncio.get_running_loop()
+        _check_flag("stream", stream)
         on_chunk = chunks = None
         if stream:
             chunks = asyncio.Queue()
-            put = chunks.put_nowait
-
-            def on_chunk(item: Any) -> None:
-                if not loop.is_closed():
-                    loop.call_soon_threadsafe(put, item)
-
+            on_chunk = partial(_put_in_loop, loop, chunks)
         sinks, single = self._prepare(
             prompt, sampling_params, input_ids, on_chunk, return_logprob, logprob_start_len, top_logprobs_num,
             return_text_in_logprobs, priority, rid,
         )  # fmt: skip
-        self._engine.submit([sink.request for sink in sinks])
         if chunks is not None:
-            return self._astream(sinks[0], chunks)
+            stream_ = self._astream(sinks[0], chunks)
+            await anext(stream_)  # as in `generate`
+            return stream_
         try:
+            self._engine.submit([sink.request for sink in sinks])
             await asyncio.gather(*(asyncio.wrap_future(sink.ended) for sink in sinks))
         except BaseException:
-            self._engine.abort([sink.request.rid for sink in sinks])
+            self._engine.abort([sink.request for sink in sinks])
             raise
         replies = [sink.result() for sink in sinks]
         return replies[0] if single else replies
@@ -273,8 +283,8 @@ class Runtime:
         return self.generate(input_ids=ids.tolist(), sampling_params=sampling_params, **options)
 
     def abort(self, rid: str) -> None:
-        """End the request with this id; its caller gets what there is, with finish_reason "abort"."""
-        self._engine.abort([rid])
+        """End what was submitted as `rid`; its caller gets what there is, with finish_reason "abort"."""
+        self._engine.abort_named(rid)
 
     # ---- looking and managing ---------------------------------------------------------------------------------------
 
@@ -322,10 +332,11 @@ class Runtime:
     def shutdown(self) -> None:
         """End all requests and free the memory; may be called again.  The object is of no use afterwards."""
         self._close()
-        if self._engine.runner is not None:
-            cuda = self._engine.runner.cuda
-            del self._engine.runner
-            self._engine.runner = None  # type: ignore[assignment]
+        runner, self._engine.runner = self._engine.runner, None  # type: ignore[assignment]
+        if runner is not None:
+            runner.close()
+            cuda = runner.cuda
+            del runner
             if cuda:
                 torch.cuda.empty_cache()
 
@@ -372,6 +383,9 @@ class Runtime:
             params = [SamplingParams.make(sampling_params)] * len(prompts)  # type: ignore[arg-type]
         _check_int("logprob_start_len", logprob_start_len, -1)
         _check_int("top_logprobs_num", top_logprobs_num, 0)
+        _check_int("priority", priority)
+        _check_flag("return_logprob", return_logprob)
+        _check_flag("return_text_in_logprobs", text_in_logprobs)
         if (logprob_start_len >= 0 or top_logprobs_num) and not return_logprob:
             raise ValueError("logprob_start_len and top_logprobs_num need return_logprob=True")
         if rid is not None and not (isinstance(rid, str) and rid):
@@ -384,16 +398,17 @@ class Runtime:
             for i in range(p.n):
                 name = rid if rid is not None and len(prompts) * p.n == 1 else self._name(rid)
                 request = self._request(name, ids, p, i, priority)
+                request.group = rid
                 logprobs = None
                 if return_logprob:
                     request.return_logprob, request.top_logprobs = True, top_logprobs_num
                     request.logprob_start = logprob_start_len if logprob_start_len >= 0 else None
                     logprobs = TokenLogprobs(request.logprob_start, top_logprobs_num, text_in_logprobs)
-                request.sink = Sink(request, self._tokenizer, on_chunk=on_chunk, logprobs=logprobs)
-                request.watch = request.sink.watches
                 why = self.scheduler.refusal(request)
                 if why is not None:
                     raise ValueError(why)
+                request.sink = Sink(request, self._tokenizer, on_chunk=on_chunk, logprobs=logprobs)
+                request.watch = request.sink.watches
                 sinks.append(request.sink)
         return sinks, single and params[0].n == 1
 
@@ -410,23 +425,27 @@ class Runtime:
                 raise ValueError("prompt is an empty list")
             if "" in texts:
                 raise ValueError("prompt is empty: at least one character is needed")
-            return self.tokenizer.encode_batch(texts), single
-        if isinstance(input_ids, np.ndarray):
+            # a tokenizer may know tokens that the model has no embedding for
+            return [self._checked_ids("prompt", ids) for ids in self.tokenizer.encode_batch(texts)], single
+        if isinstance(input_ids, (np.ndarray, torch.Tensor)):
             input_ids = input_ids.tolist()
         if not isinstance(input_ids, Sequence) or isinstance(input_ids, (str, bytes)):
             raise ValueError(f"input_ids must be a list of token ids, got {type(input_ids).__name__}")
-        single = len(input_ids) == 0 or not isinstance(input_ids[0], (Sequence, np.ndarray))
+        single = len(input_ids) == 0 or not isinstance(input_ids[0], (Sequence, np.ndarray, torch.Tensor))
         rows = [input_ids] if single else input_ids
-        return [self._checked_ids(row) for row in rows], single
+        return [self._checked_ids("input_ids", row) for row in rows], single
 
-    def _checked_ids(self, row: Any) -> np.ndarray:
+    def _checked_ids(self, name: str, row: Any) -> np.ndarray:
         vocab = self.config.vocab_size
-        array = np.asarray(row)
+        try:
+            array = np.asarray(row)
+        except ValueError:  # lists of different depths
+            array = np.zeros((0, 0))
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise ValueError("input_ids must be integers, in a list for each prompt")
-        if array.size and not (0 <= int(array.min()) and int(array.max()) < vocab):
+            raise ValueError(f"{name} must be integers, in a list for each prompt")
+        if array.size and (array.min() < 0 or array.max() >= vocab):
             bad = array[(array < 0) | (array >= vocab)][0]
-            raise ValueError(f"input_ids has token id {bad}, outside the vocabulary [0, {vocab - 1}]")
+            raise ValueError(f"{name} has token id {bad}, outside the vocabulary [0, {vocab - 1}]")
         return array.astype(np.int32)
 
     def _check_params(self, p: SamplingParams, ids: np.ndarray, logprob_start: int) -> None:
@@ -457,24 +476,34 @@ class Runtime:
         return f"{rid or self._prefix}-{next(self._count)}"
 
     def _stream(self, sink: Sink, chunks: queue.SimpleQueue[Any]) -> Iterator[Reply]:
+        """Submits and yields an empty reply, then the chunks."""
         try:
+            self._engine.submit([sink.request])
+            yield {}
             while (item := chunks.get()) is not None:
                 if isinstance(item, BaseException):
                     raise item
                 yield item
         finally:
             if not sink.ended.done():
-                self._engine.abort([sink.request.rid])
+                self._engine.abort([sink.request])
 
     async def _astream(self, sink: Sink, chunks: asyncio.Queue[Any]) -> AsyncIterator[Reply]:
         try:
+            self._engine.submit([sink.request])
+            yield {}
             while (item := await chunks.get()) is not None:
                 if isinstance(item, BaseException):
                     raise item
                 yield item
         finally:
             if not sink.ended.done():
-                self._engine.abort([sink.request.rid])
+                self._engine.abort([sink.request])
+
+
+def _put_in_loop(loop: asyncio.AbstractEventLoop, chunks: asyncio.Queue[Any], item: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop was closed: nobody reads any more
+        loop.call_soon_threadsafe(chunks.put_nowait, item)
 
 
 def _stop(engine: Engine) -> None:
@@ -491,9 +520,15 @@ def _check_count(name: str, value: Any) -> None:
         _check_int(name, value, 1)
 
 
-def _check_int(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+def _check_int(name: str, value: Any, least: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
+        limit = "" if least is None else f" of at least {least}"
+        raise ValueError(f"{name} must be an integer{limit}, got {value!r}")
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
 def _check_switch(name: str, value: Any, auto: bool) -> bool:

@@ -85,7 +85,7 @@ class Scheduler:
 
     tree           RadixTree, or NullCache to run without sharing
     max_context    longest sequence, prompt and output, in tokens; never more than the pool holds
-    chunk_size     most prompt tokens computed in one step; None: unlimited
+    chunk_size     most tokens in one step, and most prompt tokens; None: unlimited
     """
 
     def __init__(
@@ -165,7 +165,9 @@ class Scheduler:
         decodes = self._take_decodes()
         if decodes is None:
             return None
-        budget = self.chunk_size if self.chunk_size is not None else 1 << 60
+        budget = 1 << 60
+        if self.chunk_size is not None:  # decodes count, but never keep prompts from going on
+            budget = max(self.chunk_size - len(decodes), self.chunk_size // 4, 1)
         extends: list[tuple[Request, int, int]] = []
         budget = self._continue_prompts(extends, budget)
         if self.waiting:
@@ -460,18 +462,30 @@ class Scheduler:
         if request.status is Status.RUNNING:
             self._release(request, keep=True)
         elif request.status is Status.WAITING:
-            self.waiting = [r for r in self.waiting if r is not request]
+            self.waiting.remove(request)
         request.status = Status.FINISHED
         request.finish_reason = reason
         self._emit("finish", rid=request.rid, reason=reason["type"], tokens=len(request.tokens))
 
     def drop_all(self, message: str) -> list[Request]:
-        """After a failed step nothing that was computed can be trusted: end every request, empty the cache."""
-        self.uncommitted = 0
-        ended = self.running + self.waiting
+        """After a failed step nothing that was computed can be trusted: end every request, empty the cache.
+
+        Nor can the books, if it failed while they were written: they are not settled but started anew.
+        """
+        ended = list(dict.fromkeys(self.running + self.waiting))
+        for row in np.flatnonzero(self.rows.active).tolist():
+            self.rows.vacate(row)
         for request in ended:
-            self.abort(request, message)
-        self.flush()
+            request.node, request.tree_len = None, 0
+            request.status, request.finish_reason = Status.FINISHED, {"type": "abort", "message": message}
+            self._emit("finish", rid=request.rid, reason="abort", tokens=len(request.tokens))
+        self.running, self.waiting, self.uncommitted = [], [], 0
+        for node in reversed(list(self.tree.nodes())):  # children before their parents
+            while node.lock_count:
+                self.tree.unlock(node)
+        self.tree.flush()
+        self.allocator.reset()
+        self.table.reset()
         return ended
 
     def flush(self) -> int:

@@ -4,16 +4,22 @@ On a CPU nothing about speed can be taken for granted.  With AMX a bfloat16 prod
 times faster than float32, without it slower; and on some CPUs products of 1 to 4 rows fall onto a path that is tens of
 times slower than 16 rows.  `choose_compute` therefore multiplies matrices of the model's own shapes for a fraction of
 a second and takes what was fastest.
+
+Nor can results.  oneDNN cuts a bfloat16 product's inner dimension differently for different numbers of rows, so a row's
+last bit, and with it now and then a greedy token, depends on how many other rows are in the batch.  `ComputePlan.rows`
+takes that freedom away where it matters: a step is at most 32 rows, whose products are all cut alike, or is padded to a
+multiple of 256.  A prompt then gives the same bits whether it is computed whole or behind a cached prefix.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -21,25 +27,39 @@ from .attention import Attention, ReferenceAttention
 from .config import LlamaConfig
 from .model_llama import Llama
 from .ops import Ops
-from .ops_cpu import PackedOps, PaddedOps, can_pack
+from .ops_cpu import PackedOps, can_pack
 from .pool import KVPool
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 EVICTIONS = ("lru", "lfu", "fifo", "mru", "priority")
 ATTENTION_BACKENDS = ("auto", "triton", "torch", "reference")
 DEFAULT_RUNNING = {"cpu": 64, "cuda": 512}
-DEFAULT_CHUNK = {"cpu": 1024, "cuda": 8192}
+DEFAULT_CHUNK = {"cpu": 256, "cuda": 8192}
+SMALL_STEP = 32  # rows
+TILE = 256  # rows
 CPU_KV_BYTES = 4 << 30  # on a CPU the pool is taken from at most this much memory
 MAX_GRAPH_BATCH = 512
 
 
 @dataclass
 class ComputePlan:
-    """How the model computes.  min_rows: products of fewer rows are padded up to this many (0: never)."""
+    """How the model computes.
+
+    min_rows   products of fewer rows are padded up to this many (0: never)
+    packed     weights are kept in oneDNN's own layout
+    tile       steps of more than `SMALL_STEP` tokens are padded to a multiple of this (1: never)
+    """
 
     dtype: torch.dtype
     min_rows: int = 0
     packed: bool = False
+    tile: int = 1
+
+    def rows(self, tokens: int) -> int:
+        """How many rows a step of this many tokens is padded to."""
+        if tokens <= SMALL_STEP:
+            return max(tokens, self.min_rows)
+        return -(-tokens // self.tile) * self.tile
 
 
 def choose_device(device: str) -> torch.device:
@@ -78,40 +98,53 @@ def _gpu_dtype(config: LlamaConfig, capability: tuple[int, int]) -> torch.dtype:
     return dtype
 
 
-def measure_cpu(config: LlamaConfig, dtypes: list[torch.dtype], repeats: int = 3) -> ComputePlan:
-    """The fastest plan for a mix of decode (1 and 16 rows) and prefill (256 rows) products of this model's shapes."""
+def measure_cpu(config: LlamaConfig, dtypes: Sequence[torch.dtype], repeats: int = 3) -> ComputePlan:
+    """The fastest plan for a mix of decode (1 and 16 rows) and prefill (256 rows) products of this model's shapes.
+
+    Measured once per process and shape: two engines side by side must not differ because of a busy moment.
+    """
+    n, d, m = config.hidden_size, config.head_dim, config.intermediate_size
+    heads = config.num_heads * d
+    shapes = (heads + 2 * config.num_kv_heads * d, n), (n, heads), (2 * m, n), (n, m)
+    return _fastest_plan(shapes, tuple(dtypes), repeats)
+
+
+@functools.lru_cache(maxsize=64)
+def _fastest_plan(
+    shapes: tuple[tuple[int, int], ...], dtypes: tuple[torch.dtype, ...], repeats: int
+) -> ComputePlan:
     plans: list[tuple[float, ComputePlan]] = []
     for dtype in dtypes:
-        weights = _layer_weights(config, dtype)
-        for packed in (False, True) if can_pack() else (False,):
-            ops = PackedOps() if packed else Ops()
-            held = [ops.pack(w) for w in weights]
-            times = {rows: _time(config, held, ops.linear, dtype, rows, repeats) for rows in (1, 4, 16, 256)}
-            min_rows = 16 if times[1] > 1.3 * times[16] or times[4] > 1.3 * times[16] else 0
-            alone = times[16] if min_rows else times[1]
-            # a request alone for as long as its answer takes, a full batch, and prompts: weighed alike
-            plans.append((alone + times[16] + times[256] / 8, ComputePlan(dtype, min_rows, packed)))
+        try:
+            packed, times = can_pack(), _times(shapes, dtype, can_pack(), repeats)
+        except RuntimeError:  # oneDNN has no half precision on this CPU
+            packed, times = False, _times(shapes, dtype, False, repeats)
+        min_rows = 16 if max(times[1], times[4]) > 1.3 * times[16] else 0
+        alone = times[16] if min_rows else times[1]
+        tile = 1 if dtype == torch.float32 else TILE
+        # a request alone for as long as its answer takes, a full batch, and prompts: weighed alike
+        plans.append((alone + times[16] + times[256] / 8, ComputePlan(dtype, min_rows, packed, tile)))
     return min(plans, key=lambda p: p[0])[1]
 
 
-def _layer_weights(config: LlamaConfig, dtype: torch.dtype) -> list[torch.Tensor]:
-    n, d, m = config.hidden_size, config.head_dim, config.intermediate_size
-    qkv = (config.num_heads + 2 * config.num_kv_heads) * d
-    shapes = [(qkv, n), (n, config.num_heads * d), (2 * m, n), (n, m)]
-    return [torch.full(shape, 0.01, dtype=dtype) for shape in shapes]
-
-
-def _time(config: LlamaConfig, weights: list, linear: Callable, dtype: torch.dtype, rows: int, repeats: int) -> float:
-    inputs = [config.hidden_size, config.num_heads * config.head_dim, config.hidden_size, config.intermediate_size]
-    xs = [torch.full((rows, n), 0.5, dtype=dtype) for n in inputs]
-    samples = []
+def _times(
+    shapes: tuple[tuple[int, int], ...], dtype: torch.dtype, packed: bool, repeats: int
+) -> dict[int, float]:
+    """Seconds for one product of each shape (out, in), by number of rows; the best of `repeats`."""
+    ops = PackedOps() if packed else Ops()
+    weights = [ops.pack(torch.full(shape, 0.01, dtype=dtype)) for shape in shapes]
+    times = {}
     with torch.inference_mode():
-        for _ in range(repeats + 1):
-            begin = time.perf_counter()
-            for x, w in zip(xs, weights):
-                linear(x, w, None)
-            samples.append(time.perf_counter() - begin)
-    return statistics.median(samples[1:])
+        for rows in (1, 4, 16, 256):
+            xs = [torch.full((rows, shape[1]), 0.5, dtype=dtype) for shape in shapes]
+            samples = []
+            for _ in range(repeats + 1):
+                begin = time.perf_counter()
+                for x, w in zip(xs, weights):
+                    ops.linear(x, w, None)
+                samples.append(time.perf_counter() - begin)
+            times[rows] = min(samples[1:])
+    return times
 
 
 def apply(plan: ComputePlan, model: Llama) -> None:
@@ -123,8 +156,7 @@ def apply(plan: ComputePlan, model: Llama) -> None:
             return
         model.use(TritonOps())
     else:
-        ops = PackedOps() if plan.packed else Ops()
-        model.use(PaddedOps(ops, plan.min_rows) if plan.min_rows else ops)
+        model.use(PackedOps() if plan.packed else Ops())
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -147,12 +179,26 @@ def kv_capacity(config: LlamaConfig, dtype: torch.dtype, device: torch.device, m
     return tokens
 
 
-def _available_memory() -> int:
-    """Bytes of memory that this process could still take."""
+def _available_memory(proc: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory that this process could still take: on Linux what the kernel says, files that it caches
+    counted as free, but no more than a container's limit leaves; elsewhere unknown, so CPU_KV_BYTES."""
     try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return CPU_KV_BYTES
+        lines = dict(line.split(":", 1) for line in proc.read_text().splitlines() if ":" in line)
+        available = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        available = CPU_KV_BYTES
+    for limit, used, cached in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):  # cgroup versions 2 and 1
+        try:
+            most, stat = (cgroup / limit).read_text(), (cgroup / limit).with_name("memory.stat").read_text()
+            files = int(dict(line.split() for line in stat.splitlines()).get(cached, 0))
+            taken = int((cgroup / used).read_text()) - files
+            available = min(available, max(int(most) - taken, 0))
+        except (OSError, ValueError):  # not there, or the limit is "max"
+            continue
+    return available
 
 
 # ---- what the device brings --------------------------------------------------------------------------------------------

@@ -52,7 +52,9 @@ class FakeRuntime:
         self, model=None, *, radix_cache=True, device="auto", dtype="auto", load_format="auto", **options
     ):
         self.name = model or "fake"
-        self.device, self.dtype, self.options = "cpu", "torch.float32", options
+        self.device, self.options = "cpu", options
+        automatic = "float16" if not self.made else "float32"  # "auto" may differ from start to start
+        self.dtype = f"torch.{automatic if dtype == 'auto' else dtype}"
         self.config = SimpleNamespace(vocab_size=VOCAB)
         self.scheduler = SimpleNamespace(max_context=4096)
         self.tokenizer = WordTokenizer()
@@ -173,7 +175,6 @@ def test_known_answers():
     assert answer("capitals", ("Peru", "Lima")) == ("The capital of Peru is", "Lima")
     assert answer("arithmetic", (3, 4)) == ("Three plus four equals", "seven")
     assert answer("animals", ("owl", "bird")) == ("An owl is a kind of", "bird")
-    assert answer("order", ("month", facts.SEQUENCES["month"], 4)) == ("After May comes", "June")
     assert answer("continents", ("Peru", "South America")) == ("Peru is a country in", "South America")
 
 
@@ -181,8 +182,8 @@ def test_known_answers():
 
 
 def test_fewshot_shares_about_a_thousand_tokens_per_subject():
-    requests = fewshot(setting(requests=70))
-    assert len(requests) == 70
+    requests = fewshot(setting(requests=60))
+    assert len(requests) == 60
     groups = defaultdict(list)
     for request in requests:
         assert request.max_new_tokens == 1 and request.answer is not None
@@ -354,7 +355,23 @@ def test_summary_figures():
         1500
     )
     assert result["ratio_hf"] == pytest.approx(5) and result["hf_outputs_equal"] == 0
-    assert result["outputs_equal"] is True
+    assert result["outputs_equal"] is True and result["outputs_equal_up_to_near_ties"] is True
+
+
+@pytest.mark.parametrize(
+    ("gap", "dtype", "near"),
+    [
+        (0.125, "bfloat16", True),
+        (0.125, "float32", False),
+        (0.5, "bfloat16", False),
+        (None, "bfloat16", False),
+    ],
+)
+def test_a_difference_is_a_near_tie_only_if_rounding_can_explain_it(gap, dtype, near):
+    run, base = Run([Record([1], 4)], 1.0), Run([Record([2], 4)], 1.0)
+    result = summary([request()], run, base, [Difference(0, 0, (1, 2), gap)], dtype=dtype)
+    assert result["outputs_equal"] is False and result["outputs_different"] == 1
+    assert result["outputs_equal_up_to_near_ties"] is near
 
 
 def test_median_run():
@@ -416,6 +433,7 @@ def test_default_run_reports_both_and_ends_with_json(capsys):
         (True, False, {"chunk_size": 256}),
         (False, False, {"chunk_size": 256}),
     ]
+    assert {r.dtype for r in FakeRuntime.made} == {"torch.float16"} and result.json["dtype"] == "float16"
     assert "cache on" in result.out and "cache off" in result.out and "accuracy by subject" in result.out
     assert "cache on" in result.err  # the progress bar
 
@@ -431,9 +449,12 @@ def test_no_baseline(capsys):
 
 def test_differing_outputs_are_counted_and_their_gap_is_told(capsys):
     FakeRuntime.slips = 4 + 3  # the four of the warm-up, and three of those that count
-    result = bench(capsys, "--workload", "decode", "--requests", "4", "--lengths", "8", "5")
+    result = bench(
+        capsys, "--workload", "decode", "--requests", "4", "--lengths", "8", "5", "--dtype", "float32"
+    )
     assert result.json["outputs_equal"] is False and result.json["outputs_different"] == 3
     assert result.json["largest_gap"] == pytest.approx(0.05) and result.json["gaps_unknown"] == 0
+    assert result.json["outputs_equal_up_to_near_ties"] is False  # not in float32
     assert "differ between cache on and off" in result.out and "0.050 apart" in result.out
 
 

@@ -163,6 +163,9 @@ def execute(args: argparse.Namespace, make_runtime: Callable[..., Any]) -> Outco
         run = median(measure(runtime, workload, requests, "cache on", args.runs, warmup))
         outcome = Outcome(requests, run, about=_about(args, runtime))
     if not args.no_baseline:
+        options["dtype"] = outcome.about[
+            "dtype"
+        ]  # "auto" is measured at each start, and could come out differently
         with make_runtime(args.model, radix_cache=False, **options) as runtime:
             outcome.baseline = median(measure(runtime, workload, requests, "cache off", args.runs, warmup))
             found = differences(run, outcome.baseline)
@@ -235,7 +238,9 @@ def _run_hf(args: argparse.Namespace, requests: list[BenchRequest], about: dict[
 def report(outcome: Outcome) -> str:
     """Table and JSON line."""
     about = outcome.about
-    result = about | summary(outcome.requests, outcome.run, outcome.baseline, outcome.found, outcome.peers)
+    result = about | summary(
+        outcome.requests, outcome.run, outcome.baseline, outcome.found, outcome.peers, about["dtype"]
+    )
     title = (
         f"{about['workload']}: {about['model']}, {about['dtype']} on {about['device']} ({about['machine']}, "
         f"{about['threads']} threads, torch {about['torch']})"

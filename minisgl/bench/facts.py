@@ -91,21 +91,6 @@ PAST_TENSES = pairs("""
     rise = rose; shake = shook; steal = stole; wake = woke; wear = wore
 """)
 
-COLOURS = pairs("""
-    a ripe banana = yellow; fresh grass = green; snow = white; coal = black; a clear sky by day = blue;
-    blood = red; a lemon = yellow; a carrot = orange; a strawberry = red; milk = white;
-    chocolate = brown; a tomato = red; spinach = green; an elephant = grey; a pumpkin = orange;
-    a fire engine = red; broccoli = green; a cucumber = green; a crow = black; a polar bear = white;
-    a flamingo = pink; the sun in a drawing = yellow; salt = white; coffee beans = brown;
-    an eggplant = purple; a frog = green; lavender = purple; a raven = black; a daffodil = yellow;
-    a swan = white; a cherry = red; lettuce = green; cotton = white; the deep sea = blue; soil = brown;
-    sugar = white; a ruby = red; an emerald = green; a sapphire = blue; flour = white; tar = black;
-    a chick = yellow; a rat = grey; a stop sign = red; tree bark = brown; a blueberry = blue;
-    a pig = pink; rice = white; corn = yellow; peas = green; a violet = purple; a tangerine = orange;
-    ash = grey; a raspberry = red; parsley = green; a panther = black; a sunflower = yellow;
-    ivory = white; amethyst = purple
-""")
-
 ANIMALS = groups("""
     mammal = dog, cat, horse, cow, lion, tiger, elephant, whale, dolphin, rabbit, bear, monkey, sheep,
         pig, wolf;
@@ -176,15 +161,6 @@ CATEGORIES = groups("""
     tool = hammer, screwdriver, saw, drill, wrench, pliers, shovel, rake, axe, chisel;
     sport = football, tennis, basketball, hockey, golf, rugby, baseball, volleyball, cricket, badminton;
     profession = doctor, teacher, lawyer, farmer, baker, nurse, engineer, plumber, carpenter, dentist
-""")
-
-SEQUENCES = groups("""
-    month = January, February, March, April, May, June, July, August, September, October, November,
-        December;
-    day of the week = Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday;
-    number = one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, thirteen,
-        fourteen, fifteen;
-    letter = A, B, C, D, E, F, G, H, I, J, K, L, M, N, O, P, Q, R, S, T, U, V, W, X, Y, Z
 """)
 
 NUMBERS = items("""

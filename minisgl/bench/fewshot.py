@@ -9,7 +9,7 @@ Every question of a subject stands behind the same worked examples:
 An engine without a prefix cache computes 1,035 tokens per question, one with it 35, and the 1,000 once per
 subject. The requests arrive shuffled, so subjects have to be found by the tree, not by the order of arrival.
 
-Three sources of questions: `tasks` (14 subjects, written for this project), a folder in MMLU's own CSV
+Three sources of questions: `tasks` (12 subjects, written for this project), a folder in MMLU's own CSV
 layout, and random token ids of the same shape, for models without a tokenizer and for comparing with engines
 elsewhere.
 """
@@ -38,7 +38,7 @@ MMLU_SHOTS = 5
     options=["shots", "data", "random_ids"],
 )
 def fewshot(setting: Setting) -> list[BenchRequest]:
-    """320 questions on a CPU, 640 on a GPU, evenly over the subjects, in random order."""
+    """240 questions on a CPU, 640 on a GPU, evenly over the subjects, in random order."""
     if setting.data is not None:
         return mmlu(setting, setting.data)
     if setting.random_ids or setting.tokenizer is None:
@@ -47,7 +47,7 @@ def fewshot(setting: Setting) -> list[BenchRequest]:
 
 
 def _count(setting: Setting) -> int:
-    return setting.requests or (640 if setting.on_gpu else 320)
+    return setting.requests or (640 if setting.on_gpu else 240)
 
 
 def _shuffled(by_subject: Iterable[list[BenchRequest]], count: int, rng: random.Random) -> list[BenchRequest]:

@@ -69,9 +69,13 @@ class HuggingFace:
             [[PAD] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.device
         )
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self.device)
-        # No token has the id -1: nothing ends a request early, as with `ignore_eos`.
+        never = self.model.config.vocab_size  # no token has this id: nothing ends early, as with `ignore_eos`
         config = GenerationConfig(
-            do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=-1, pad_token_id=PAD, use_cache=True
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=never,
+            pad_token_id=PAD,
+            use_cache=True,
         )
         out = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
         return out[:, longest:].tolist()

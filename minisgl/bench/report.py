@@ -17,6 +17,10 @@ import numpy as np
 from .runners import Difference, Run
 from .workloads import BenchRequest
 
+# Two tokens whose log-probabilities differ by less can change places when the same sums are rounded in
+# another order.  Logits of 16 to 32 are 0.125 apart in bfloat16 and 0.016 in float16: twice that.
+NEAR_TIE = {"bfloat16": 0.25, "float16": 0.032, "float32": 0.001}
+
 
 def optimal_cached_tokens(prompts: Sequence[np.ndarray]) -> int:
     """How many prompt tokens the best possible prefix cache would not compute: every distinct prefix once.
@@ -88,11 +92,13 @@ def summary(
     baseline: Run | None = None,
     found: Sequence[Difference] = (),
     peers: Mapping[str, tuple[Sequence[BenchRequest], Run]] | None = None,
+    dtype: str = "float32",
 ) -> dict[str, Any]:
     """The figures of a benchmark, flat, ready for JSON.
 
     `baseline`: the same requests with the cache off, `found`: where its outputs differ from `run`'s.
     `peers`: by name, the requests that another engine answered (a subset is possible), and its run.
+    `dtype`: of the computation; it says how far apart tokens can be and still be a near-tie (`NEAR_TIE`).
     Without a baseline its figures, and what is derived from them, are None.
     """
     ours = rates(run)
@@ -126,6 +132,8 @@ def summary(
     gaps = [difference.gap for difference in found if difference.gap is not None]
     result["largest_gap"] = max(gaps) if gaps else None
     result["gaps_unknown"] = len(found) - len(gaps) if baseline is not None else None
+    near = len(gaps) == len(found) and max(gaps, default=0.0) <= NEAR_TIE[dtype]
+    result["outputs_equal_up_to_near_ties"] = near if baseline is not None else None
     if by_group := accuracy_by_group(requests, run):
         result["accuracy_by_group"] = by_group
     for name, (subset, peer_run) in (peers or {}).items():
@@ -206,6 +214,11 @@ def _equality(result: dict[str, Any]) -> str:
     if result["outputs_equal"]:
         return "outputs with the cache on and off are equal, token for token"
     text = f"outputs of {result['outputs_different']} requests differ between cache on and off"
+    if result["outputs_equal_up_to_near_ties"]:
+        return (
+            f"{text}: all near-ties, two tokens whose log-probabilities in {result['dtype']} are at most "
+            f"{result['largest_gap']:.3f} apart"
+        )
     if result["largest_gap"] is not None:
         text += (
             f"; where they part, the tokens' log-probabilities are up to {result['largest_gap']:.3f} apart"

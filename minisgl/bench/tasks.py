@@ -93,19 +93,6 @@ def _arithmetic() -> Subject:
     return Subject("arithmetic", "adding", items, ask)
 
 
-def _order() -> Subject:
-    items = [(kind, words, i) for kind, words in facts.SEQUENCES.items() for i in range(len(words) - 1)]
-
-    def ask(item: tuple[str, list[str], int], rng: random.Random) -> Question:
-        kind, words, i = item
-        others = words[:i] + words[i + 1 :]
-        return choices(
-            f"Which {kind} comes after {words[i]}?", f"After {words[i]} comes", words[i + 1], others, rng
-        )
-
-    return Subject("order", "what comes next", items, ask)
-
-
 def _reading() -> Subject:
     """A text of one sentence, to be read: nothing in it can be known beforehand."""
 
@@ -173,7 +160,6 @@ def _all() -> list[Subject]:
             "Today I {}, yesterday I",
         ),
         _reading(),
-        table("colours", "colours", f.COLOURS, "What is the colour of {}?", "The colour of {} is"),
         _animals(),
         table("quantities", "numbers", f.QUANTITIES, "What is the number of {}?", "The number of {} is"),
         table(
@@ -185,7 +171,6 @@ def _all() -> list[Subject]:
         ),
         _continents(),
         _categories(),
-        _order(),
     ]
 
 

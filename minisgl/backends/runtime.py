@@ -1,0 +1,351 @@
+"""The in-process engine as a backend.
+
+One thread for each Runtime, the *dispatcher*, stands between programs and engine.  Programs post generations, the
+engine's ends are posted too, and the dispatcher takes everything that has arrived at once:
+
+    programs --post--> [gen][gen][end][gen] --> ends first: text made, variables set, queues run on (more gens arrive)
+                                            --> then all gens: tokenised in one call, submitted in one burst
+
+so a burst of a thousand programs costs few tokeniser calls and few hops to the engine, and a single gen goes straight
+through.  Neither the engine's thread nor a program's ever tokenises for the other.
+
+Token ids are kept between the generations of a state.  A prompt that goes on from the last output with a special token
+(every chat template's turn marker) is the known ids plus those of the new text, since no tokenizer merges across a
+special token: turn n's tokens, as sampled, are a prefix of turn n+1's.  Otherwise the text is tokenised as a whole, so
+that a word begun in one `s +=` and ended in the next is the token that the model knows.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from ..chat import Render
+from ..choices import Plan, plan
+from .base import Anchor, Backend, Job, Prompt, Reply
+
+if TYPE_CHECKING:
+    from ..output import Sink
+    from ..runtime import Runtime
+
+IDLE = 5.0  # seconds after which the dispatcher's thread ends; the next generation starts it again
+
+
+class RuntimeBackend(Backend):
+    """A Runtime as seen by programs.  `as_backend` makes one where a Runtime is given."""
+
+    def __init__(self, runtime: Runtime):
+        self.runtime = runtime
+        self.parallelism = runtime.scheduler.table.max_requests
+        self._dispatcher = _dispatcher(runtime)
+
+    def submit(self, job: Job) -> None:
+        self._dispatcher.post(_Submission(self.runtime, job.prompt, job))
+
+    def prefill(self, prompt: Prompt) -> None:
+        self._dispatcher.post(_Submission(self.runtime, prompt, None))
+
+    def precompute(self, prompt: Prompt) -> None:
+        submission = _Submission(self.runtime, prompt, None, threading.Event())
+        self._dispatcher.post(submission)
+        submission.ended.wait()  # type: ignore[union-attr]
+        for sink in submission.sinks:
+            sink.result()
+
+    def render(self) -> Render | None:
+        tokenizer = self.runtime.tokenizer
+        return None if tokenizer.chat_template is None else tokenizer.apply_chat_template
+
+    def check_media(self) -> None:
+        raise ValueError(f"model {self.runtime.name!r} has no vision: image() and video() need a multimodal model")
+
+    def flush_cache(self) -> int:
+        return self.runtime.flush_cache()
+
+    def get_server_info(self) -> dict[str, Any]:
+        runtime = self.runtime
+        return {"model_path": runtime.name, "device": str(runtime.device), "max_context": runtime.scheduler.max_context,
+                "max_running_requests": self.parallelism, **runtime.stats()}  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"RuntimeBackend({self.runtime!r})"
+
+
+@dataclass(eq=False)
+class _Submission:
+    """A job on its way through the engine; without a job, a prefix to compute."""
+
+    runtime: Runtime
+    prompt: Prompt
+    job: Job | None
+    ended: threading.Event | None = None
+    sinks: Sequence[Sink] = ()
+    ids: Sequence[int] = ()
+    plan: Plan | None = None
+    unconditional: Sequence[Sink | None] = ()
+
+    # ---- tokens ----------------------------------------------------------------------------------------------------
+
+    def texts(self, special: re.Pattern[str] | None) -> tuple[list[int], list[str], bool]:
+        """Known ids, the texts to put behind them (prompt, then prompt + choice for each), and whether with BOS."""
+        prompt, known = self.prompt, []
+        tail, add = prompt.text, not prompt.templated
+        anchor = prompt.anchor
+        if anchor is not None:
+            rest = prompt.text[anchor.length :]
+            # A special token starts afresh.  A gen right behind a gen goes on from the ids; a select may merge.
+            if (not rest and self.choices is None) or (special is not None and special.match(rest)):
+                known, tail, add = list(anchor.value), rest, False
+        return known, [tail, *(tail + choice for choice in self.choices or ())], add
+
+    @property
+    def choices(self) -> tuple[str, ...] | None:
+        return None if self.job is None else self.job.choices
+
+    def prepare(self, rows: list[list[int]]) -> list[Sink]:
+        """Make the requests.  Raises ValueError for anything wrong with prompt or parameters."""
+        if self.job is None:
+            return self._score(rows[0])
+        self.ids = rows[0]
+        if self.choices is not None:
+            return self._prepare_select(rows)
+        job = self.job
+        options = job.options
+        params = {name: value for name, value in job.params.items() if value is not None}
+        if options.get("logprob_start_len", -1) >= 0 or options.get("top_logprobs_num"):
+            options = {**options, "return_logprob": True}
+        sinks, _ = self.runtime._prepare(
+            None, params, rows[0], None if job.on_text is None else self._chunk,
+            options.get("return_logprob", False), options.get("logprob_start_len", -1),
+            options.get("top_logprobs_num", 0), options.get("return_text_in_logprobs", False), 0, None,
+        )  # fmt: skip
+        self.sinks = sinks
+        return sinks
+
+    def _score(self, ids: Sequence[int], start: int = -1) -> list[Sink]:
+        """Requests that only compute a prompt, with log-probabilities from position `start` on."""
+        scores = {"max_new_tokens": 0}
+        self.sinks, _ = self.runtime._prepare(None, scores, ids, None, start >= 0, start, 0, False, 0, None)
+        return list(self.sinks)
+
+    def _prepare_select(self, rows: list[list[int]]) -> list[Sink]:
+        """All choices in one burst, behind a request for their common prefix, which so is computed once."""
+        assert self.job is not None and self.job.method is not None
+        self.plan = plan(rows[0], rows[1:])
+        shared = self._score(self.plan.shared) if self.plan.shared else []
+        scored = [self._score(row, start)[0] for row, start in zip(self.plan.rows, self.plan.starts)]
+        if self.job.method.unconditional:
+            alone = [self.plan.scored(i) for i in range(len(scored))]
+            self.unconditional = [self._score(ids, 0)[0] if len(ids) > 1 else None for ids in alone]
+        self.sinks = scored
+        return [*shared, *scored, *(sink for sink in self.unconditional if sink is not None)]
+
+    # ---- ends ------------------------------------------------------------------------------------------------------
+
+    def _chunk(self, item: Any) -> None:
+        job = self.job
+        if job is None or job.on_text is None or job.cancelled:
+            return
+        if isinstance(item, dict) and item["delta"]:
+            job.on_text(item["delta"], item["meta_info"])
+
+    def finish(self) -> None:
+        """The engine has ended all requests: hand over what came of it."""
+        if self.ended is not None:
+            self.ended.set()
+        job = self.job
+        if job is None or job.cancelled:
+            return
+        try:
+            replies = [self._chosen()] if job.choices is not None else [self._reply(sink) for sink in self.sinks]
+        except BaseException as error:
+            job.on_error(error)
+            return
+        job.on_done(replies)
+
+    def fail(self, error: BaseException) -> None:
+        if self.ended is not None:
+            self.ended.set()
+        if self.job is not None and not self.job.cancelled:
+            self.job.on_error(error)
+
+    def _reply(self, sink: Sink) -> Reply:
+        result = sink.result()
+        return Reply(result["text"], result["meta_info"], self._anchor(sink, result))
+
+    def _anchor(self, sink: Sink, result: dict[str, Any]) -> Anchor | None:
+        """The ids of prompt and output where they are exactly the text's; else of the prompt's finished turns."""
+        tokenizer = self.runtime.tokenizer
+        output, matched = list(result["output_ids"]), (result["meta_info"]["finish_reason"] or {}).get("matched")
+        if output and matched == output[-1] and not sink.request.params.no_stop_trim:
+            output.pop()
+        text = result["text"]
+        if not isinstance(matched, str) and not text.endswith("\ufffd") and tokenizer.special_ids.isdisjoint(output):
+            return Anchor(len(self.prompt.text) + len(text), [*self.ids, *output])
+        for i in range(len(self.ids) - 1, 0, -1):
+            if self.ids[i] in tokenizer.special_ids:
+                at = self.prompt.text.rfind(tokenizer.token_text(self.ids[i]))
+                return Anchor(at, list(self.ids[:i])) if at >= 0 else None
+        return None
+
+    def _chosen(self) -> Reply:
+        assert self.plan is not None and self.job is not None
+        assert self.job.choices is not None and self.job.method is not None
+        metas = [sink.result()["meta_info"] for sink in self.sinks]
+        conditional = [_values(meta) for meta in metas]
+        unconditional = None
+        if self.job.method.unconditional:
+            unconditional = []
+            for sink, row in zip(self.unconditional, conditional):
+                values = [] if sink is None else _values(sink.result()["meta_info"])
+                # u_i0 = 0; a first token that was not scored has none either
+                unconditional.append(([0.0, *values])[-len(row) :] if row else [])
+        decision = self.job.method(conditional, unconditional)
+        best = decision.index
+        text = self.job.choices[best]
+        meta = {
+            "finish_reason": {"type": "select"},
+            "prompt_tokens": len(self.ids),
+            "completion_tokens": 0,
+            "cached_tokens": min(meta["cached_tokens"] for meta in metas),
+            "choices": list(self.job.choices),
+            "choices_method": self.job.method.name,
+            "scores": decision.scores,
+            "input_token_logprobs": [meta["input_token_logprobs"] for meta in metas],
+        }
+        return Reply(text, meta, Anchor(len(self.prompt.text) + len(text), self.plan.rows[best]))
+
+
+def _values(meta: dict[str, Any]) -> list[float]:
+    return [value for value, *_ in meta["input_token_logprobs"] if value is not None]
+
+
+class Dispatcher:
+    """Takes what programs and engine post, in bursts, on a thread of its own that ends when nothing is to do."""
+
+    def __init__(self) -> None:
+        self._cond = threading.Condition()
+        self._inbox: deque[_Submission | Callable[[], None]] = deque()
+        self._running = False
+        self._special: tuple[int, re.Pattern[str] | None] | None = None
+
+    def post(self, item: _Submission | Callable[[], None]) -> None:
+        with self._cond:
+            self._inbox.append(item)
+            if self._running:
+                self._cond.notify()
+                return
+            self._running = True
+        threading.Thread(target=self._main, name="minisgl-dispatcher", daemon=True).start()
+
+    def _main(self) -> None:
+        while True:
+            with self._cond:
+                while not self._inbox:
+                    if not self._cond.wait(IDLE) and not self._inbox:
+                        self._running = False
+                        return
+                items = list(self._inbox)
+                self._inbox.clear()
+            submissions = []
+            for item in items:
+                if isinstance(item, _Submission):
+                    submissions.append(item)
+                else:
+                    item()
+            if submissions:
+                self._submit(submissions)
+            del items, submissions, item  # they hold the runtime, which its owner may want to be gone
+
+    def _submit(self, submissions: list[_Submission]) -> None:
+        runtime = submissions[0].runtime
+        try:
+            rows = self._encode(runtime, submissions)
+        except Exception as error:
+            if len(submissions) == 1:
+                submissions[0].fail(error)
+            else:  # one text of them cannot be tokenised: the others must not suffer
+                for submission in submissions:
+                    self._submit([submission])
+            return
+        requests = []
+        for submission, ids in zip(submissions, rows):
+            if submission.job is not None and submission.job.cancelled:
+                continue
+            try:
+                sinks = submission.prepare(ids)
+            except BaseException as error:
+                submission.fail(error)
+                continue
+            requests += [sink.request for sink in sinks]
+            self._watch(submission, sinks)
+        if not requests:
+            return
+        try:
+            runtime._engine.submit(requests)
+        except Exception as error:  # shut down
+            for submission in submissions:
+                submission.fail(error)
+            return
+        for submission in submissions:
+            if submission.job is not None and submission.job.cancelled and submission.job.stop is not None:
+                submission.job.stop()  # cancelled while it was being submitted
+
+    def _watch(self, submission: _Submission, sinks: list[Sink]) -> None:
+        """Post the submission's end when its last request has ended; let the job be stopped until then."""
+        left = len(sinks)
+        lock = threading.Lock()
+
+        def ended(_: Any) -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                last = left == 0
+            if last:
+                self.post(submission.finish)
+
+        for sink in sinks:
+            sink.ended.add_done_callback(ended)
+        if submission.job is not None:
+            engine, requests = submission.runtime._engine, [sink.request for sink in sinks]
+            submission.job.stop = lambda: engine.abort(requests)
+
+    def _encode(self, runtime: Runtime, submissions: list[_Submission]) -> list[list[list[int]]]:
+        """For each submission the token ids of its texts; all that need BOS in one call, the others in another."""
+        tokenizer = runtime.tokenizer
+        special = self._special_tokens(tokenizer)
+        parts = [submission.texts(special) for submission in submissions]
+        encoded: dict[bool, Any] = {}
+        for add in (True, False):
+            texts = [text for _, texts, flag in parts if flag == add for text in texts]
+            encoded[add] = iter(tokenizer.encode_batch(texts, add_special_tokens=add) if texts else ())
+        rows = [[[*known, *next(encoded[add]).tolist()] for _ in texts] for known, texts, add in parts]
+        if tokenizer.bos_id is not None:
+            rows = [[row or [tokenizer.bos_id] for row in group] for group in rows]
+        for group in rows:
+            if not group[0] and len(group) == 1:
+                raise ValueError("the prompt is empty and the model has no BOS token to start from")
+        return rows
+
+    def _special_tokens(self, tokenizer: Any) -> re.Pattern[str] | None:
+        """Matches a special token at the beginning of a text."""
+        if self._special is None or self._special[0] != id(tokenizer):
+            texts = sorted((re.escape(tokenizer.token_text(i)) for i in tokenizer.special_ids), key=len, reverse=True)
+            self._special = id(tokenizer), re.compile("|".join(texts)) if texts else None
+        return self._special[1]
+
+
+_dispatchers: WeakKeyDictionary[Any, Dispatcher] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def _dispatcher(runtime: Any) -> Dispatcher:
+    with _lock:
+        if runtime not in _dispatchers:
+            _dispatchers[runtime] = Dispatcher()
+        return _dispatchers[runtime]

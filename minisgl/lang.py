@@ -1,0 +1,527 @@
+"""The language: `@function`, `gen`, `select`, roles, and how programs are run.
+
+    import minisgl as sgl
+
+    @sgl.function
+    def tip(s, topic):
+        s += sgl.user("Give me a tip on " + topic)
+        s += sgl.assistant(sgl.gen("tip", max_tokens=60))
+
+    state = tip.run("sleep", backend=sgl.Runtime(), temperature=0)
+    print(state["tip"])
+
+The language is SGLang's ("SGLang: Efficient Execution of Structured Language Model Programs", arXiv 2312.07104), so
+that its programs run with only the import changed.  A function is ordinary Python over a `ProgramState`: expressions
+(`ir`) appended to the state are executed by its queue (`statequeue`, `interpreter`), on any backend (`backends`); `trace` and
+`compile` run the function once with placeholders and keep the dataflow graph.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from . import choices as _choices
+from .backends.base import DEFAULTS, Backend
+from .batch import Batch, thread_count
+from .interpreter import Executor
+from .ir import Expr, ExprList, Gen, Image, RoleBegin, RoleEnd, Select, Video, as_expr, role_expr
+from .reasoning import check_model_type
+from .state import ForkGroup, ProgramState, join
+from .statequeue import Program
+
+_OPTIONS = ("return_logprob", "logprob_start_len", "top_logprobs_num", "return_text_in_logprobs")
+_default_backend: Any = None
+
+
+# ---- expressions -------------------------------------------------------------------------------------------------
+
+
+def gen(
+    name: str | None = None,
+    max_tokens: int | None = None,
+    min_tokens: int | None = None,
+    n: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    stop_token_ids: Sequence[int] | None = None,
+    stop_regex: str | Sequence[str] | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    frequency_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    repetition_penalty: float | None = None,
+    ignore_eos: bool | None = None,
+    seed: int | None = None,
+    return_logprob: bool | None = None,
+    logprob_start_len: int | None = None,
+    top_logprobs_num: int | None = None,
+    return_text_in_logprobs: bool | None = None,
+    dtype: type | str | None = None,
+    choices: Sequence[str] | None = None,
+    choices_method: _choices.ChoicesMethod | None = None,
+    regex: str | None = None,
+    json_schema: Any = None,
+    ebnf: str | None = None,
+) -> Expr:
+    """One generation, read back as `s[name]`.  Every argument left at None is inherited from the `run()` call.
+
+    name          None: the text goes on, but has no name
+    n             > 1: `s[name]` is a list, the text goes on with the first
+    dtype         int, float, bool or str: the output is a literal of that type (as text)
+    choices       makes it a `select`
+    regex, json_schema, ebnf    at most one: what the output must match
+
+    Raises ValueError for a wrong name, dtype, choices, or more than one constraint; sampling parameters are checked by
+    the backend before anything is queued there, and a wrong one is raised to whoever waits.
+    """
+    _check_name(name)
+    if choices is not None:
+        return select(name, choices, temperature or 0.0, choices_method)
+    constraints = {"dtype": dtype, "regex": regex, "json_schema": json_schema, "ebnf": ebnf}
+    given = [key for key, value in constraints.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)}: at most one of dtype, regex, json_schema, ebnf may be set")
+    params = {
+        "max_new_tokens": max_tokens, "min_new_tokens": min_tokens, "n": n, "stop": stop,
+        "stop_token_ids": stop_token_ids, "stop_regex": stop_regex, "temperature": temperature, "top_p": top_p,
+        "top_k": top_k, "min_p": min_p, "frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty,
+        "repetition_penalty": repetition_penalty, "ignore_eos": ignore_eos, "seed": seed, "regex": regex,
+        "json_schema": json_schema, "ebnf": ebnf,
+    }  # fmt: skip
+    options = {
+        "return_logprob": return_logprob, "logprob_start_len": logprob_start_len,
+        "top_logprobs_num": top_logprobs_num, "return_text_in_logprobs": return_text_in_logprobs,
+    }  # fmt: skip
+    return Gen(name, _given(params), _given(options), _check_dtype(dtype))
+
+
+def gen_int(name: str | None = None, **params: Any) -> Expr:
+    """`gen` of an integer."""
+    return gen(name, dtype=int, **params)
+
+
+def gen_string(name: str | None = None, **params: Any) -> Expr:
+    """`gen` of a double-quoted string."""
+    return gen(name, dtype=str, **params)
+
+
+def select(
+    name: str | None = None,
+    choices: Sequence[str] | None = None,
+    temperature: float = 0.0,
+    choices_method: _choices.ChoicesMethod | None = None,
+) -> Expr:
+    """The best of `choices` (strings) under a choices method, `token_length_normalized` by default (see `choices`).
+
+    Raises ValueError for wrong choices, an unknown method, or a temperature: a select takes the best, not a sample.
+    """
+    _check_name(name)
+    checked, method = _choices.check(choices, choices_method, temperature)
+    return Select(name, checked, method)
+
+
+def image(source: Any) -> Expr:
+    """An image: a path, a URL, bytes or a PIL image.  Backends without vision refuse it."""
+    return Image(source)
+
+
+def video(path: Any, num_frames: int) -> Expr:
+    """A video, as `num_frames` frames of it.  Backends without vision refuse it."""
+    if not isinstance(num_frames, int) or isinstance(num_frames, bool) or num_frames < 1:
+        raise ValueError(f"num_frames must be an integer of at least 1, got {num_frames!r}")
+    return Video(path, num_frames)
+
+
+def system(expr: Any = None) -> ExprList:
+    """A system message."""
+    return role_expr("system", expr)
+
+
+def user(expr: Any = None) -> ExprList:
+    """A user message."""
+    return role_expr("user", expr)
+
+
+def assistant(expr: Any = None) -> ExprList:
+    """An assistant message; the place of `gen` in a chat."""
+    return role_expr("assistant", expr)
+
+
+def system_begin() -> Expr:
+    return RoleBegin("system")
+
+
+def system_end() -> Expr:
+    return RoleEnd("system")
+
+
+def user_begin() -> Expr:
+    return RoleBegin("user")
+
+
+def user_end() -> Expr:
+    return RoleEnd("user")
+
+
+def assistant_begin() -> Expr:
+    return RoleBegin("assistant")
+
+
+def assistant_end() -> Expr:
+    return RoleEnd("assistant")
+
+
+def separate_reasoning(expr: Any, model_type: str) -> ExprList:
+    """Split what each gen of `expr` generates: `s[name]` is the answer, `s[name + "_reasoning_content"]` the thinking.
+
+    The state's text goes on with the answer only.  model_type: a key of `reasoning.MODEL_TYPES`; else ValueError.
+    """
+    import dataclasses
+
+    check_model_type(model_type)
+    return ExprList(
+        [
+            dataclasses.replace(item, reasoning=model_type) if isinstance(item, Gen) else item
+            for item in as_expr(expr).flatten()
+        ]
+    )
+
+
+# ---- backends ----------------------------------------------------------------------------------------------------
+
+
+def as_backend(backend: Any = None) -> Backend:
+    """A backend from what the user gave: a Backend, a Runtime, or None for the default one."""
+    if backend is None:
+        backend = _default_backend
+    if backend is None:
+        raise ValueError("no backend: pass backend=minisgl.Runtime(...) or call minisgl.set_default_backend(...) first")
+    if isinstance(backend, Backend):
+        return backend
+    if hasattr(backend, "generate") and hasattr(backend, "flush_cache") and hasattr(backend, "events"):
+        from .backends.runtime import RuntimeBackend
+
+        return RuntimeBackend(backend)
+    raise ValueError(f"backend must be a Runtime or another backend of minisgl, got {type(backend).__name__}")
+
+
+def set_default_backend(backend: Any) -> None:
+    """The backend of runs that name none; None: there is none again."""
+    global _default_backend
+    if backend is not None:
+        as_backend(backend)
+    _default_backend = backend
+
+
+def flush_cache(backend: Any = None) -> Any:
+    """Forget the backend's cached prefixes."""
+    return as_backend(backend).flush_cache()
+
+
+def get_server_info(backend: Any = None) -> dict[str, Any]:
+    """Facts about what the backend runs: model name, sizes, totals."""
+    return as_backend(backend).get_server_info()
+
+
+# ---- functions ---------------------------------------------------------------------------------------------------
+
+
+def function(f: Callable[..., Any] | None = None, num_api_spec_tokens: int | None = None) -> Any:
+    """`@function` or `@function(num_api_spec_tokens=k)`: make a program of `def f(s, ...)`.
+
+    num_api_spec_tokens: on hosted models, ask for this many tokens at the first gen and serve later text and gens from
+    the answer while they match (see `speculation`).
+    """
+    if num_api_spec_tokens is not None and (
+        not isinstance(num_api_spec_tokens, int) or isinstance(num_api_spec_tokens, bool) or num_api_spec_tokens < 1
+    ):
+        raise ValueError(f"num_api_spec_tokens must be an integer of at least 1, got {num_api_spec_tokens!r}")
+    if f is not None:
+        return SglFunction(f, num_api_spec_tokens=num_api_spec_tokens)
+    return lambda f: SglFunction(f, num_api_spec_tokens=num_api_spec_tokens)
+
+
+class SglFunction:
+    """A program.  `run` one, `run_batch` many, `bind` arguments, `trace` or `compile` it."""
+
+    def __init__(
+        self, f: Callable[..., Any], num_api_spec_tokens: int | None = None, bound: dict[str, Any] | None = None
+    ):
+        parameters = list(inspect.signature(f).parameters.values())
+        if not parameters:
+            raise ValueError(f"{getattr(f, '__name__', f)} must take the program state as its first parameter")
+        self.func, self.num_api_spec_tokens = f, num_api_spec_tokens
+        self.bound = bound or {}
+        self.signature = inspect.Signature(parameters[1:])
+        self.__name__ = getattr(f, "__name__", "program")
+        self.__doc__ = f.__doc__
+        self.__wrapped__ = f
+
+    def __repr__(self) -> str:
+        return f"SglFunction({self.__name__}{self.signature})"
+
+    def bind(self, **kwargs: Any) -> SglFunction:
+        """A program with some arguments filled in, which tracing and prefix precompute see as constants."""
+        self.signature.bind_partial(**kwargs)
+        return SglFunction(self.func, self.num_api_spec_tokens, {**self.bound, **kwargs})
+
+    def run(
+        self,
+        *args: Any,
+        max_new_tokens: int | None = None,
+        n: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        stop_regex: str | Sequence[str] | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        frequency_penalty: float | None = None,
+        presence_penalty: float | None = None,
+        ignore_eos: bool | None = None,
+        return_logprob: bool | None = None,
+        logprob_start_len: int | None = None,
+        top_logprobs_num: int | None = None,
+        return_text_in_logprobs: bool | None = None,
+        stream: bool = False,
+        backend: Any = None,
+        use_thread: bool = True,
+        **kwargs: Any,
+    ) -> ProgramState:
+        """Run the program; returns its state when the function returns (generations may still be running: reading
+        waits), or with stream=True at once.
+
+        Sampling parameters are the defaults of the program's gens: 128 new tokens and temperature 1.0 where neither
+        sets them.  `min_new_tokens`, `repetition_penalty` and `seed` may be given too, unless the function has
+        parameters of these names.  use_thread=False: every generation is waited for at once.
+        Raises what the function raises, TypeError for wrong arguments, ValueError without a backend.
+        Ctrl-C stops the program's requests and is raised on.
+        """
+        given = locals()
+        params, options = _run_params(given), _given({name: given[name] for name in _OPTIONS})
+        params |= self._more_params(kwargs)
+        backend = as_backend(backend)
+        args, kwargs = self._arguments(args, kwargs)
+        program = Program(ended=False)
+        state = self._state(backend, params, options, stream, not use_thread, program)
+        if stream:
+            threading.Thread(
+                target=self._body, args=(state, args, kwargs, False), name="minisgl-program", daemon=True
+            ).start()
+        else:
+            self._body(state, args, kwargs, True)
+        return state
+
+    def run_batch(
+        self,
+        batch_kwargs: Sequence[Any],
+        *,
+        max_new_tokens: int | None = None,
+        n: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        stop_regex: str | Sequence[str] | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        frequency_penalty: float | None = None,
+        presence_penalty: float | None = None,
+        ignore_eos: bool | None = None,
+        return_logprob: bool | None = None,
+        logprob_start_len: int | None = None,
+        top_logprobs_num: int | None = None,
+        return_text_in_logprobs: bool | None = None,
+        backend: Any = None,
+        num_threads: int | str = "auto",
+        progress_bar: bool = False,
+        generator_style: bool = False,
+        **more: Any,
+    ) -> Any:
+        """Run the program once for each item, which is a dict of arguments, a tuple of them, or the one argument.
+
+        Returns the states in the items' order when all have ended; generator_style: an iterator that yields them as
+        they end, in that order.  The constant leading text of more than one program is computed once beforehand.
+        num_threads: threads for program bodies; "auto" follows what the backend runs at once (see `batch`).
+        An exception in a program is raised at once; the other programs go on.  Ctrl-C stops them all.
+        """
+        given = locals()
+        params, options = _run_params(given), _given({name: given[name] for name in _OPTIONS})
+        params |= self._more_params(more)
+        if more:
+            raise TypeError(f"run_batch() got an unexpected argument {next(iter(more))!r}")
+        backend = as_backend(backend)
+        calls = [self._batch_arguments(item) for item in batch_kwargs]
+        threads = thread_count(num_threads, backend.parallelism, len(calls))
+        if not calls:
+            return iter(()) if generator_style else []
+        if len(calls) > 1 and not backend.hosted:
+            self._prefill(backend, calls)
+        programs = [Program(ended=False) for _ in calls]
+        states = [self._state(backend, params, options, False, False, program) for program in programs]
+
+        def body(index: int) -> None:
+            self._body(states[index], *calls[index], False)
+
+        bar = None
+        if progress_bar:
+            from tqdm.auto import tqdm
+
+            bar = tqdm(total=len(calls))
+        batch = Batch(states, body, threads, bar.update if bar is not None else None)
+        if generator_style:
+            return batch.iterate()
+        try:
+            return batch.wait()
+        finally:
+            if bar is not None:
+                bar.close()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`run`; while another program is traced, this one becomes part of its graph."""
+        from .trace import current_tracer
+
+        tracer = current_tracer()
+        if tracer is not None:
+            return tracer.inline(self, args, kwargs)
+        return self.run(*args, **kwargs)
+
+    def trace(self, *args: Any, backend: Any = None, **kwargs: Any) -> Any:
+        """The program's dataflow graph (`trace.Graph`); arguments that are not given become Argument nodes.
+
+        Raises TraceError, naming the line, where Python control flow depends on an argument or a generated value.
+        """
+        from .trace import trace_program
+
+        return trace_program(self, args, kwargs, chat=as_backend(backend).render() if backend else None)
+
+    def compile(self, backend: Any = None, *, reorder: bool = False) -> Any:
+        """The program as a graph that runs without its Python (`compile.CompiledProgram`).
+
+        reorder: move constant paragraphs before those with arguments where that lengthens the shared prefix.
+        Raises TraceError as `trace` does.
+        """
+        from .compile import CompiledProgram
+
+        return CompiledProgram(self, backend, reorder)
+
+    def cache(self, backend: Any = None) -> str:
+        """Compute the program's constant leading text now; returns that text."""
+        from .trace import leading_text
+
+        backend = as_backend(backend)
+        prompt = leading_text(self, backend.render(), {})
+        if prompt.text:
+            backend.precompute(prompt)
+        return prompt.text
+
+    # ---- inside --------------------------------------------------------------------------------------------------
+
+    def _prefill(self, backend: Backend, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+        """Hint at the leading text that all these calls have in common, found by tracing."""
+        from .trace import leading_text
+
+        prompt = leading_text(self, backend.render(), self._common_arguments(calls))
+        if prompt.text:
+            backend.prefill(prompt)
+
+    def _common_arguments(self, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> dict[str, Any]:
+        """Arguments that are equal in all calls: constants of this batch."""
+        first, *rest = [self.signature.bind(*args, **kwargs).arguments for args, kwargs in calls]
+        same: dict[str, Any] = {}
+        for name, value in first.items():
+            try:
+                if all(name in other and (other[name] is value or bool(other[name] == value)) for other in rest):
+                    same[name] = value
+            except Exception:  # whatever == does on the user's types: then it is not a constant
+                continue
+        return same
+
+    def _state(
+        self,
+        backend: Backend,
+        params: dict[str, Any],
+        options: dict[str, Any],
+        stream: bool,
+        waits: bool,
+        program: Program,
+    ) -> ProgramState:
+        executor = Executor(
+            backend, params, options,
+            stream=stream, waits=waits, spec_tokens=self.num_api_spec_tokens, program=program,
+        )  # fmt: skip
+        return ProgramState(executor)
+
+    def _body(self, state: ProgramState, args: Any, kwargs: Any, raises: bool) -> None:
+        """Run the Python function on this thread; its error stops the state's generations."""
+        executor = state._executor
+        executor.program.owner = threading.get_ident()
+        try:
+            if executor.error is None:
+                state.ret_value = self.func(state, *args, **kwargs)
+        except BaseException as error:
+            executor.fail(error)
+            if raises:
+                raise
+        finally:
+            executor.program.end()
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """With what was bound; TypeError if the function cannot be called like that."""
+        kwargs = {**self.bound, **kwargs}
+        try:
+            self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.__name__}(): {error}") from None
+        return args, kwargs
+
+    def _batch_arguments(self, item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if isinstance(item, dict):
+            return self._arguments((), item)
+        return self._arguments(tuple(item) if isinstance(item, (tuple, list)) else (item,), {})
+
+    def _more_params(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Sampling parameters that SGLang's `run` has not, taken out of kwargs; the function's own come first."""
+        names = ("min_new_tokens", "repetition_penalty", "seed", "logit_bias")
+        found = [name for name in names if name in kwargs and name not in self.signature.parameters]
+        return _given({name: kwargs.pop(name) for name in found})
+
+
+_PARAMS = (
+    "max_new_tokens", "n", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "min_p",
+    "frequency_penalty", "presence_penalty", "ignore_eos",
+)  # fmt: skip
+
+
+def _run_params(given: dict[str, Any]) -> dict[str, Any]:
+    return DEFAULTS | _given({name: given[name] for name in _PARAMS})
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _check_name(name: Any) -> None:
+    if name is not None and not (isinstance(name, str) and name):
+        raise ValueError(f"name must be a non-empty string or None, got {name!r}")
+
+
+def _check_dtype(dtype: Any) -> type | None:
+    named = {"int": int, "float": float, "bool": bool, "str": str}
+    found = named.get(dtype) if isinstance(dtype, str) else dtype
+    if dtype is not None and found not in (int, float, bool, str):
+        raise ValueError(f"dtype must be int, float, bool or str, got {dtype!r}")
+    return found
+
+
+__all__ = [
+    "ForkGroup", "ProgramState", "SglFunction", "as_backend", "assistant", "assistant_begin", "assistant_end",
+    "flush_cache", "function", "gen", "gen_int", "gen_string", "get_server_info", "image", "join", "select",
+    "separate_reasoning", "set_default_backend", "system", "system_begin", "system_end", "user", "user_begin",
+    "user_end", "video",
+]  # fmt: skip

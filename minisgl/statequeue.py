@@ -1,0 +1,276 @@
+"""Executes what a program appends: one queue per state, served by one worker at a time, and no thread of its own.
+
+    program's thread            s += "Q: ..." + gen("a") + "B: " + gen("b")      s["b"]
+                                     |                                             | waits
+    queue of the state          [Text][Gen a][Text][Gen b]                         |
+                                     |                                             |
+    whoever makes it runnable   Text, submit a --.      .-- Text, submit b --.   .-'
+                                                 v      |                    v   |
+    backend                                   a runs, done               b runs, done
+
+A state needs a worker only while it can do something.  Appending to an idle state runs the queue on the appending
+thread, up to the first generation, which is submitted and not waited for; when the backend reports its end, the
+backend's thread runs on from there.  Nothing in between blocks, so a thousand states that wait for a thousand
+generations cost a thousand small objects.  What does need a thread is a program's Python body while it runs or waits
+for `s[name]` (see `batch`).
+
+An error stops the state: its queue is dropped, what it has running is cancelled, and every waiter gets the exception
+with the traceback it was first raised with.  Forked states fail with their parent; a parent hears of a child's failure
+when it reads or joins it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+from weakref import WeakSet
+
+from .backends.base import Job, WorkerPool
+from .ir import Expr, Gen, Select, VarBegin
+
+POLL = None if os.name == "posix" else 0.2  # elsewhere Ctrl-C cannot interrupt a wait without a timeout
+Chunk = tuple[str, dict[str, Any]]
+
+
+class Program:
+    """What the states of one run share: who runs the body, and whether it has ended."""
+
+    def __init__(self, ended: bool = True):
+        self.ended = ended
+        self.owner: int | None = None if ended else threading.get_ident()
+        self.executors: WeakSet[StateQueue] = WeakSet()
+
+    def end(self) -> None:
+        self.ended, self.owner = True, None
+        for executor in list(self.executors):
+            with executor.cond:
+                executor.wake()
+
+    @property
+    def more_may_come(self) -> bool:
+        """Whether this thread may wait for something that nobody has appended yet."""
+        return not self.ended and self.owner != threading.get_ident()
+
+
+class Turn:
+    """A step of the queue that ends elsewhere.  Whoever comes second, the end or `_advance`, goes on with the queue."""
+
+    def __init__(self, executor: StateQueue):
+        self.executor = executor
+        self._left = self._done = False
+
+    def passed(self) -> bool:
+        with self.executor.cond:
+            self._left = True
+            return self._done
+
+    def finish(self, apply: Callable[[], None]) -> None:
+        executor = self.executor
+        if executor.error is not None:
+            return
+        try:
+            apply()
+        except BaseException as error:  # on the backend's thread: it belongs to whoever waits for the state
+            executor.fail(error)
+            return
+        with executor.cond:
+            self._done = True
+            left = self._left
+        if left:
+            executor.advance()
+
+
+class StateQueue:
+    """The queue and the variables of one state, and everything that waits for them.
+
+    `execute` (of `interpreter.Executor`) says what an item does.
+    """
+
+    def __init__(self, program: Program | None, started: bool, waits: bool):
+        self.program = program or Program()
+        self.program.executors.add(self)
+        self.waits = waits
+        self.cond = threading.Condition()
+        self.error: BaseException | None = None
+        self.started = started  # a forked state starts when its parent's queue has come to the fork
+        self.busy = not started
+        self.queue: deque[Expr] = deque()
+        self.jobs: set[Job] = set()
+        self.children: WeakSet[StateQueue] = WeakSet()
+        self.listeners: set[Callable[[], None]] = set()
+        self.variables: dict[str, Any] = {}
+        self.meta: dict[str, Any] = {}
+        self.pending: Counter[str] = Counter()  # values that the queue will still give a name
+        self.streams: dict[str, list[Chunk]] = {}
+        self.shown: list[str] = []
+        self._traceback: Any = None
+        self._unnamed = 0
+
+    def execute(self, item: Expr) -> Turn | None:
+        """Do one item; returns a Turn if it ends elsewhere."""
+        raise NotImplementedError
+
+    # ---- the queue -----------------------------------------------------------------------------------------------
+
+    def append(self, items: Iterable[Expr]) -> None:
+        with self.cond:
+            if self.error is not None:
+                return  # whoever waits for this state is told
+            self.queue.extend(self._declare(item) for item in items)
+            runnable = not self.busy and bool(self.queue)
+            self.busy = self.busy or runnable
+        if runnable:
+            self.advance()
+        if self.waits and self.started:
+            self.sync()
+
+    def _declare(self, item: Expr) -> Expr:
+        """Note which variable will come, so that a reader knows what to wait for; name the unnamed."""
+        if isinstance(item, (Gen, Select)):
+            if item.name is None:
+                self._unnamed += 1
+                item = replace(item, name=f"_unnamed_{self._unnamed}")
+            self.pending[item.name] += 1  # type: ignore[index]
+            if isinstance(item, Gen) and item.reasoning:
+                self.pending[f"{item.name}_reasoning_content"] += 1
+        elif isinstance(item, VarBegin):
+            self.pending[item.name] += 1
+        return item
+
+    def advance(self) -> None:
+        """Run the queue until it is empty, has failed, or waits for the backend.  Only the holder of `busy` calls it."""
+        while True:
+            with self.cond:
+                if self.error is not None:
+                    return
+                if not self.queue:
+                    self.busy = False
+                    self.wake()
+                    return
+                item = self.queue.popleft()
+            try:
+                turn = self.execute(item)
+            except Exception as error:
+                self.fail(error)
+                return
+            except BaseException as error:  # Ctrl-C on the program's own thread
+                self.fail(error)
+                raise
+            if turn is not None and not turn.passed():
+                return
+
+    def fail(self, error: BaseException) -> None:
+        """Stop with this error: drop the queue, cancel what runs, tell the waiters and the children."""
+        with self.cond:
+            if self.error is not None:
+                return
+            self.error, self._traceback = error, error.__traceback__
+            self.queue.clear()
+            self.pending.clear()
+            self.busy = False
+            jobs, self.jobs = self.jobs, set()
+            self.wake()
+        for job in jobs:
+            job.cancel()
+        for child in list(self.children):
+            child.fail(error)
+
+    def wake(self) -> None:
+        """Tell everyone who waits that something changed (with `cond` held)."""
+        self.cond.notify_all()
+        for listener in list(self.listeners):
+            listener()
+
+    # ---- waiting -------------------------------------------------------------------------------------------------
+
+    def raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error.with_traceback(self._traceback)
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Block until ready(), or raise the state's error.  Ctrl-C while waiting stops the state."""
+        try:
+            with self.cond:
+                while not ready():
+                    self.raise_error()
+                    self.cond.wait(POLL)
+        except (KeyboardInterrupt, SystemExit) as error:
+            self.fail(error)
+            raise
+
+    def sync(self) -> None:
+        """Wait until all that was appended (seen from outside: all that will be) is done."""
+        self.wait(lambda: not self.busy and not self.program.more_may_come)
+        self.raise_error()
+
+    def has(self, name: str) -> bool:
+        return name in self.variables or self.pending[name] > 0
+
+    def settled(self, name: str) -> bool:
+        """Nothing more is coming for this name."""
+        if not self.started or self.pending[name] > 0:
+            return False
+        return name in self.variables or not self.program.more_may_come
+
+    def get(self, name: str) -> Any:
+        self.wait(lambda: self.settled(name))
+        if name not in self.variables:
+            self.raise_error()
+            known = ", ".join(sorted(n for n in self.variables if not n.startswith("_unnamed_"))) or "none"
+            raise KeyError(f"the program has no variable {name!r} (it has: {known})")
+        return self.variables[name]
+
+    def set(self, name: str, value: Any, meta: Any = None) -> None:
+        with self.cond:
+            self.variables[name] = value
+            if meta is not None:
+                self.meta[name] = meta
+            self.wake()
+
+    def when_settled(self, name: str, then: Callable[[], None]) -> None:
+        """Call `then` once, from whatever thread, when `name` has its value or this state has failed."""
+
+        def check() -> None:
+            if self.error is not None or self.settled(name):
+                self.listeners.discard(check)
+                calls.append(1)
+
+        calls: list[int] = []
+        once = threading.Lock()
+
+        def listener() -> None:  # `wake` holds cond: hand over to a thread that may run queues
+            check()
+            if calls and once.acquire(blocking=False):
+                _later.run(then)
+
+        with self.cond:
+            self.listeners.add(listener)
+            check()
+            now = bool(calls) and once.acquire(blocking=False)
+            if calls:
+                self.listeners.discard(listener)
+        if now:
+            then()
+
+    # ---- streaming -----------------------------------------------------------------------------------------------
+
+    def chunks(self, name: str | None, index: int) -> tuple[list[Chunk], bool]:
+        """Chunks from number `index` on, and whether these are the last.  Raises the state's error.  Holds `cond`."""
+        if name is None:
+            new: list[Chunk] = [(text, {}) for text in self.shown[index:]]
+            last = self.started and not self.busy and not self.program.more_may_come
+        else:
+            new = self.streams.get(name, [])[index:]
+            last = self.settled(name)
+            if last and not index and not new and name in self.variables:
+                new = [(str(self.variables[name]), {})]  # set by hand
+        if not new:
+            self.raise_error()
+        return new, last
+
+
+_later = WorkerPool(8, "minisgl-reference", idle=1.0)  # for functions found runnable while a lock is held
