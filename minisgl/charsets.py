@@ -149,6 +149,7 @@ def characters(algebra: Algebra, ranges: Ranges, encoding: str) -> Node:
         # a big class costs milliseconds to work out: once per process, then copied
         node = tree(algebra, ranges) if len(ranges) < 5 else _adopt(algebra, _template(ranges, encoding), {})
         algebra.characters[key] = node
+        algebra.character_sets.setdefault(node, key)
     return node
 
 

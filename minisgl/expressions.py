@@ -270,7 +270,8 @@ class Algebra:
         self._interned: dict[tuple, Node] = {}
         self._living: dict[Node, bool] = {}
         self._universe: dict[str, Node] = {}
-        self.characters: dict[tuple, Node] = {}  # character sets made before (see `charsets`)
+        self.characters: dict[tuple, Node] = {}  # character sets made before, and back (see `charsets`)
+        self.character_sets: dict[Node, tuple] = {}
         self._word_lists: list[Sequence[bytes]] = []
         self.EMPTY: Node = self.intern(("empty",), lambda: Empty(False))
         self.EPSILON: Node = self.intern(("epsilon",), lambda: Epsilon(True, ""))

@@ -11,7 +11,7 @@ compute it once (`Backend.prefill`) before the children ask for what follows.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -289,7 +289,7 @@ class Executor(StateQueue):
             self.streams.setdefault(name, []).append((text, meta if isinstance(meta, dict) else {}))
             self.wake()
 
-    _STEPS = MappingProxyType(
+    _STEPS: Mapping[type, Callable[..., Turn | None]] = MappingProxyType(
         {
             Text: _text,
             Gen: _gen,

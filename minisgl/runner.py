@@ -63,7 +63,7 @@ class Runner:
 
     max_requests   rows of the request table, the dummy not counted
     graph_sizes    decode batch sizes to record as CUDA graphs (empty: none)
-    pad_rows       tokens of a step -> rows to compute, the rest padding (see `sizing.ComputePlan`)
+    pad_rows       (tokens of a step, decodes among them) -> rows to compute, the rest padding (see `sizing.ComputePlan`)
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Runner:
         *,
         eos_ids: Sequence[int] = (),
         graph_sizes: Sequence[int] = (),
-        pad_rows: Callable[[int], int] = lambda tokens: tokens,
+        pad_rows: Callable[[int, int], int] = lambda tokens, decodes: tokens,
     ):
         self.pad_rows = pad_rows
         self.model, self.attention, self.table, self.rows = model, attention, table, rows
@@ -156,7 +156,8 @@ class Runner:
         ids = self.rows.ids[token_rows, positions].astype(np.int64)
         slots = self.table.slots[token_rows, positions].astype(np.int64)
         logit_rows = q_start[1:][batch.samples] - 1
-        padding = np.zeros(self.pad_rows(int(q_start[-1])) - int(q_start[-1]), np.int64)
+        tokens = int(q_start[-1])
+        padding = np.zeros(self.pad_rows(tokens, batch.num_decodes) - tokens, np.int64)
         if len(padding):  # dummy tokens: row 0, position 0, slot 0
             ids, positions, slots = (np.concatenate((a, padding)) for a in (ids, positions, slots))
             token_rows = np.concatenate((token_rows, padding))

@@ -7,8 +7,9 @@ a second and takes what was fastest.
 
 Nor can results.  oneDNN cuts a bfloat16 product's inner dimension differently for different numbers of rows, so a row's
 last bit, and with it now and then a greedy token, depends on how many other rows are in the batch.  `ComputePlan.rows`
-takes that freedom away where it matters: a step is at most 32 rows, whose products are all cut alike, or is padded to a
-multiple of 256.  A prompt then gives the same bits whether it is computed whole or behind a cached prefix.
+takes that freedom away from prompts: a step that computes any is padded to a multiple of 256 rows.  With the fixed shapes
+of `attention_cpu` a prompt then gives the same bits whether it is computed whole, in chunks or behind a cached prefix.
+(A decoded token's bits still depend on whether its step also computes prompts; in float32 nothing does.)
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ EVICTIONS = ("lru", "lfu", "fifo", "mru", "priority")
 ATTENTION_BACKENDS = ("auto", "triton", "torch", "reference")
 DEFAULT_RUNNING = {"cpu": 64, "cuda": 512}
 DEFAULT_CHUNK = {"cpu": 256, "cuda": 8192}
-SMALL_STEP = 32  # rows
 TILE = 256  # rows
 CPU_KV_BYTES = 4 << 30  # on a CPU the pool is taken from at most this much memory
 MAX_GRAPH_BATCH = 512
@@ -47,7 +47,7 @@ class ComputePlan:
 
     min_rows   products of fewer rows are padded up to this many (0: never)
     packed     weights are kept in oneDNN's own layout
-    tile       steps of more than `SMALL_STEP` tokens are padded to a multiple of this (1: never)
+    tile       steps that compute prompts are padded to a multiple of this (1: never)
     """
 
     dtype: torch.dtype
@@ -55,11 +55,9 @@ class ComputePlan:
     packed: bool = False
     tile: int = 1
 
-    def rows(self, tokens: int) -> int:
-        """How many rows a step of this many tokens is padded to."""
-        if tokens <= SMALL_STEP:
-            return max(tokens, self.min_rows)
-        return -(-tokens // self.tile) * self.tile
+    def rows(self, tokens: int, decodes: int) -> int:
+        """How many rows a step of `tokens`, `decodes` of them decoding, is padded to."""
+        return max(tokens, self.min_rows) if tokens == decodes else -(-tokens // self.tile) * self.tile
 
 
 def choose_device(device: str) -> torch.device:

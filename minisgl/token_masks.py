@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from .automaton import DEAD, START, Automaton
 from .expressions import Alt, Concat, GrammarError, Literal, Named, Node, Repeat, Switch, Words
 from .tokenizer import BaseTokenizer
 
+_LOOPS = 32  # character sets whose walk is remembered, 2 MB each for 128k tokens
 _SEARCHED = 20_000  # states that one search for a way out may visit
 
 
@@ -64,6 +66,7 @@ class TokenTrie:
         counts = np.bincount(self.parent[1:], minlength=made)
         self.children = counts.astype(np.int32)
         self.first_child = (1 + np.concatenate([[0], np.cumsum(counts)[:-1]])).astype(np.int32)
+        self.loops: dict[tuple, _Loop] = {}  # by character set: the same in every grammar
         singles = {piece[0] for piece in pieces if len(piece) == 1}
         self.single_bytes = sum(1 << byte for byte in singles)
 
@@ -85,41 +88,61 @@ class TokenTrie:
                 break
         return node
 
-    def walk(self, automaton: Automaton, state: int, root: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """The nodes below `root` that are reached alive when the automaton is in `state` at `root`, int32 (n,),
-        and the states there, int32 (n,)."""
-        nodes, states = np.array([root], dtype=np.int32), np.array([state], dtype=np.int32)
-        found_nodes, found_states = [], []
+    def levels(
+        self, automaton: Automaton, nodes: np.ndarray, states: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Walk on from `nodes`, where the automaton is in `states` (both int32 (n,)): level by level the nodes
+        that are reached alive, and the states there."""
         while True:
             counts = self.children[nodes]
             total = int(counts.sum())
             if not total:
-                break
+                return
             _expand(automaton, states if counts.all() else states[counts > 0])
-            ends = np.cumsum(counts)
-            shift = self.first_child[nodes] - (ends - counts)
-            children = np.repeat(shift, counts) + np.arange(total, dtype=np.int32)
-            after = automaton.table[np.repeat(states, counts), self.byte[children]]
+            ends = np.cumsum(counts, dtype=np.int32)
+            children = np.repeat(self.first_child[nodes] - (ends - counts), counts)
+            children += np.arange(total, dtype=np.int32)
+            cells = np.repeat(states << 8, counts)  # at most 2^31 cells: the automaton's limit of states
+            cells += self.byte[children]
+            after = automaton.table.reshape(-1)[cells]
             alive = after != DEAD
-            nodes, states = children[alive].astype(np.int32), after[alive]
+            nodes, states = children[alive], after[alive]
             if not len(nodes):
-                break
-            found_nodes.append(nodes)
-            found_states.append(states)
-        if not found_nodes:
-            return np.zeros(0, np.int32), np.zeros(0, np.int32)
-        return np.concatenate(found_nodes), np.concatenate(found_states)
+                return
+            yield nodes, states
+
+    def walk(self, automaton: Automaton, state: int, root: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """All levels below one node together."""
+        return _joined(self.levels(automaton, _int32(root), _int32(state)))
 
     def has_token_below(self, automaton: Automaton, state: int, root: int) -> bool:
         """Is there a legal token that goes on from `root`, where the automaton is in `state`?"""
-        nodes, _ = self.walk(automaton, state, root)
-        return bool(self.is_token[nodes].any())
+        levels = self.levels(automaton, _int32(root), _int32(state))
+        return any(self.is_token[nodes].any() for nodes, _ in levels)
+
+
+def _int32(number: int) -> np.ndarray:
+    return np.array([number], dtype=np.int32)
+
+
+def _joined(levels: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    found = list(levels)
+    if not found:
+        return np.zeros(0, np.int32), np.zeros(0, np.int32)
+    return np.concatenate([nodes for nodes, _ in found]), np.concatenate([states for _, states in found])
+
+
+def _distinct(automaton: Automaton, states: np.ndarray) -> list[int]:
+    """The states that occur, by marking them: several times faster than sorting."""
+    seen = np.zeros(len(automaton), dtype=bool)
+    seen[states] = True
+    return np.flatnonzero(seen).tolist()
 
 
 def _expand(automaton: Automaton, states: np.ndarray) -> None:
     new = states[~automaton.expanded[states]]
     if len(new):
-        for state in np.unique(new).tolist():
+        for state in _distinct(automaton, new):
             automaton.algebra.budget.check_time()
             automaton.expand(state)
 
@@ -137,6 +160,27 @@ def token_trie(tokenizer: BaseTokenizer) -> TokenTrie:
             raise GrammarError(f"constrained decoding: {error}") from None
         trie = _TRIES[tokenizer] = TokenTrie(pieces)
     return trie
+
+
+class _Loop:
+    """The trie walked by repetitions of one character set, whatever comes after them.
+
+    alive: the nodes within the loop. whole: those where a round is complete. rounds: how many are, per node.
+    longest: no token has more rounds than that.
+    """
+
+    def __init__(self, usable: bool, alive: np.ndarray, whole: np.ndarray, rounds: np.ndarray, longest: int):
+        self.usable, self.alive, self.whole, self.rounds, self.longest = usable, alive, whole, rounds, longest
+        self._exits: dict[int, np.ndarray] = {}
+
+    def exits(self, trie: TokenTrie, byte: int) -> np.ndarray:
+        """The nodes that `byte` leads to from a complete round."""
+        found = self._exits.get(byte)
+        if found is None:
+            nodes = np.flatnonzero(trie.byte == byte).astype(np.int32)
+            nodes = nodes[nodes > 0]
+            found = self._exits[byte] = nodes[self.whole[trie.parent[nodes]]]
+        return found
 
 
 class MaskCache:
@@ -171,11 +215,16 @@ class MaskCache:
 
     def _compute(self, state: int) -> np.ndarray:
         trie = self.trie
-        nodes, states = trie.walk(self.automaton, state)
-        legal = np.zeros(len(trie), dtype=bool)
+        loop, tail, low = self._loop(self.automaton.nodes[state])
+        if loop is None:
+            legal = np.zeros(len(trie), dtype=bool)
+            nodes, states = trie.walk(self.automaton, state)
+        else:
+            legal = loop.alive.copy()
+            nodes, states = self._leaving(loop, tail, low)
         legal[nodes] = True
-        ends = np.unique(states[trie.is_token[nodes]])
-        doomed = [end for end in ends.tolist() if not self.lives(end)]
+        ends = _distinct(self.automaton, states[trie.is_token[nodes]])
+        doomed = [end for end in ends if not self.lives(end)]
         if doomed:
             legal[nodes[np.isin(states, doomed)]] = False
         bits = np.packbits(legal[trie.node_of], bitorder="little")
@@ -186,6 +235,57 @@ class MaskCache:
             mask |= self.stop_mask
         mask.setflags(write=False)
         return mask
+
+    # ---- inside a string: a shortcut for "any of these characters, many times"
+
+    def _loop(self, node: Node) -> tuple[_Loop | None, Node, int]:
+        """The loop that `node` begins with, what comes after it and after how many rounds at least, where the
+        shortcut is exact: the next byte tells whether the loop goes on, and no token outlasts it."""
+        head, tail = (node.head, node.tail) if isinstance(node, Concat) else (node, self.automaton.algebra.EPSILON)
+        if not isinstance(head, Repeat) or head.body not in self.automaton.algebra.character_sets:
+            return None, tail, 0
+        arms = self.automaton.algebra.arms
+        if any(bits & other for bits, _ in arms(head.body) for other, _ in arms(tail)) or not self._easily(tail):
+            return None, tail, 0
+        characters = self.automaton.algebra.character_sets[head.body]
+        loop = self.trie.loops.get(characters)
+        if loop is None:
+            loop = self.trie.loops[characters] = self._make_loop(head.body)
+            if len(self.trie.loops) > _LOOPS:
+                del self.trie.loops[next(iter(self.trie.loops))]
+        if not loop.usable or (head.high is not None and head.high < loop.longest):
+            return None, tail, 0
+        return loop, tail, head.low
+
+    def _make_loop(self, body: Node) -> _Loop:
+        algebra, trie = self.automaton.algebra, self.trie
+        start = self.automaton.number(algebra.repeat(body, 0, None))
+        alive, rounds = np.zeros(len(trie), dtype=bool), np.zeros(len(trie), dtype=np.int32)
+        whole = np.zeros(len(trie), dtype=bool)
+        whole[0] = True
+        usable = True
+        for nodes, states in trie.levels(self.automaton, _int32(0), _int32(start)):
+            alive[nodes] = True
+            whole[nodes] = states == start
+            rounds[nodes] = rounds[trie.parent[nodes]] + whole[nodes]
+            usable = usable and all(self._easily(self.automaton.nodes[s]) for s in _distinct(self.automaton, states))
+        alive[0] = False
+        return _Loop(usable, alive, whole, rounds, int(rounds.max()) + 1)
+
+    def _leaving(self, loop: _Loop, tail: Node, low: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where tokens leave the loop after `low` rounds or more, and everything that they reach from there."""
+        trie, roots, states = self.trie, [], []
+        for bits, after in self.automaton.algebra.arms(tail):
+            state = self.automaton.number(after)
+            for byte in (b for b in range(256) if bits >> b & 1):
+                nodes = loop.exits(trie, byte)
+                nodes = nodes[loop.rounds[trie.parent[nodes]] >= low] if low else nodes
+                roots.append(nodes)
+                states.append(np.full(len(nodes), state, dtype=np.int32))
+        if not roots:
+            return np.zeros(0, np.int32), np.zeros(0, np.int32)
+        first = np.concatenate(roots), np.concatenate(states)
+        return _joined([first, *trie.levels(self.automaton, *first)])
 
     # ---- can tokens finish what bytes can?
 
@@ -221,7 +321,7 @@ class MaskCache:
 
     def _token_moves(self, state: int) -> list[int]:
         nodes, states = self.trie.walk(self.automaton, state)
-        return np.unique(states[self.trie.is_token[nodes]]).tolist()
+        return _distinct(self.automaton, states[self.trie.is_token[nodes]])
 
     def _easily(self, node: Node) -> bool:
         """A quick sufficient test: can `node` be finished with tokens of a single byte? Almost always yes."""
