@@ -12,8 +12,8 @@
 
 The language is SGLang's ("SGLang: Efficient Execution of Structured Language Model Programs", arXiv 2312.07104), so
 that its programs run with only the import changed.  A function is ordinary Python over a `ProgramState`: expressions
-(`ir`) appended to the state are executed by its queue (`statequeue`, `interpreter`), on any backend (`backends`); `trace` and
-`compile` run the function once with placeholders and keep the dataflow graph.
+(`ir`) appended to the state are executed by its queue (`statequeue`, `interpreter`), on any backend (`backends`);
+`trace` and `compile` run the function once with placeholders and keep the dataflow graph.
 """
 
 from __future__ import annotations

