@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 # public name -> the module that defines it
 _WHERE = {
     "Runtime": "runtime",
+    "EngineError": "output",
     "SamplingParams": "sampling_params",
     "EventLog": "events",
     "RadixTree": "radix",
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from .lang import user_begin as user_begin
     from .lang import user_end as user_end
     from .lang import video as video
+    from .output import EngineError as EngineError
     from .radix import RadixTree as RadixTree
     from .runtime import Runtime as Runtime
     from .sampling_params import SamplingParams as SamplingParams

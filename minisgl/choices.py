@@ -131,7 +131,7 @@ def check(choices: Any, method: Any, temperature: Any) -> tuple[tuple[Any, ...],
     if isinstance(choices, str) or not isinstance(choices, Sequence) or not choices:
         raise ValueError(f"choices must be a non-empty list of strings, got {choices!r}")
     for choice in choices:
-        if isinstance(choice, str) and not choice:
+        if isinstance(choice, str) and str.__len__(choice) == 0:  # a tracer's placeholder is a str without a length
             raise ValueError(f"choices must have no empty string, got {list(choices)!r}")
         if isinstance(choice, (int, float, bytes)) or choice is None:
             raise ValueError(f"choices must be strings, got {choice!r}")

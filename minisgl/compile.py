@@ -22,7 +22,7 @@ from .interpreter import Executor
 from .ir import Reference, Text
 from .lang import SglFunction, as_backend
 from .state import ForkGroup, ProgramState
-from .trace import ArgumentValue, VariableValue, fill, leading_prompt, trace_program
+from .trace import fill, leading_prompt, trace_program
 
 
 class CompiledProgram(SglFunction):
@@ -69,9 +69,9 @@ class CompiledProgram(SglFunction):
         common = self._common_arguments(calls)
         nodes: list[Node] = []
         for node in self.graph.nodes:
-            value = self.graph.values[node.slot] if node.slot is not None else None
-            if isinstance(value, ArgumentValue) and value.name in common:
-                text = str(_walk(common[value.name], value.path))
+            origin = self.graph.origins[node.slot] if node.slot is not None else None
+            if origin is not None and origin.lane is None and origin.name in common:
+                text = str(_walk(common[origin.name], origin.path))
                 node = replace(node, kind="ConstantText", item=Text(text))
             nodes.append(node)
         prompt = leading_prompt(nodes, backend.render())
@@ -92,7 +92,6 @@ class _Run:
     def __init__(self, graph: Graph, root: ProgramState, arguments: dict[str, Any]):
         self.graph, self.arguments = graph, arguments
         self.states: dict[int, ProgramState] = {0: root}
-        self.groups: dict[tuple[int, ...], ForkGroup] = {}
 
     def step(self, node: Node) -> None:
         if node.kind == "Call":
@@ -105,9 +104,7 @@ class _Run:
         if node.slot is not None:
             state += self.text(node.slot)
         elif node.kind == "Fork":
-            group = state.fork(len(node.children))
-            self.states.update(zip(node.children, group))
-            self.groups[tuple(node.children)] = group
+            self.states.update(zip(node.children, state.fork(len(node.children))))
         elif node.kind == "Join":
             ForkGroup(state, [self.states[lane] for lane in node.children]).join(node.label)
         elif node.assign is not None:
@@ -118,18 +115,18 @@ class _Run:
 
     def text(self, slot: int) -> Any:
         """What a placeholder puts into the text: the argument, or a reference to the variable."""
-        value = self.graph.values[slot]
-        if isinstance(value, VariableValue):
-            return Reference(self.states[value.lane]._executor, value.name, value.path)
+        origin = self.graph.origins[slot]
+        if origin.lane is not None:
+            return Reference(self.states[origin.lane]._executor, origin.name, origin.path)
         found = self.value(slot)
         return found if isinstance(found, (list, tuple)) else Text(str(found))
 
     def value(self, slot: int) -> Any:
         """What a placeholder stands for; a variable is waited for."""
-        value = self.graph.values[slot]
-        if isinstance(value, VariableValue):
-            return _walk(self.states[value.lane].get_var(value.name), value.path)
-        return _walk(self.arguments[value.name], value.path)
+        origin = self.graph.origins[slot]
+        if origin.lane is not None:
+            return _walk(self.states[origin.lane].get_var(origin.name), origin.path)
+        return _walk(self.arguments[origin.name], origin.path)
 
 
 def _walk(value: Any, path: tuple[Any, ...]) -> Any:
@@ -168,12 +165,13 @@ def move_constants(nodes: list[Node]) -> list[Node]:
 def _renumber(nodes: list[Node]) -> list[Node]:
     """Ids in order again, lanes linked in their new order."""
     number: dict[int, int] = {}
+    lanes = {node.id: node.lane for node in nodes}
     last: dict[int, int] = {}
     fresh: list[Node] = []
     for new, node in enumerate(nodes):
         number[node.id] = new  # a split node's later pieces take its place
         previous = last.get(node.lane)
-        if previous is None and node.previous is not None:
+        if previous is None and node.previous is not None and lanes[node.previous] != node.lane:
             previous = number[node.previous]
         fresh.append(replace(node, id=new, previous=previous, inputs=[number[i] for i in node.inputs]))
         last[node.lane] = new

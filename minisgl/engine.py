@@ -200,8 +200,8 @@ class Engine:
         """Wait for a step's tokens, give them to the scheduler and to whoever watches."""
         sampled = self.runner.results(step)
         begin = time.perf_counter()
-        scores = [(s, s.logprobs.to_lists([s.request.top_logprobs] * len(s.logprobs.chosen))) for s in step.prompt_scores]
-        for score, values in scores:
+        for score in step.prompt_scores:
+            values = score.logprobs.to_lists([score.request.top_logprobs] * len(score.logprobs.chosen))
             score.request.sink.prompt_scores(score.first, values)
         progress = self.scheduler.commit(step.batch, sampled)
         for request in progress.started:

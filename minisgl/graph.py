@@ -49,7 +49,7 @@ class Graph:
         self.name = ""
         self.nodes: list[Node] = []
         self.last: dict[int, int] = {}
-        self.values: list[Any] = []
+        self.origins: list[Any] = []  # what each placeholder stands for (trace.Origin), by number
         self.returns: Any = None
 
     def __len__(self) -> int:

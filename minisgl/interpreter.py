@@ -361,6 +361,8 @@ def _content(parts: list[Any]) -> Any:
 
 
 def _strings(value: Any) -> list[str]:
+    if value is not None and not isinstance(value, (str, list, tuple)):
+        raise ValueError(f"stop must be a string or a list of strings, got {value!r}")
     return [] if value is None else [value] if isinstance(value, str) else list(value)
 
 

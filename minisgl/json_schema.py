@@ -15,7 +15,7 @@ Three steps, each simple because of the one before:
 
 How values are written: declared properties in declared order, then the required ones that aren't declared, then
 others; integers without fraction or exponent, bounded numbers without exponent; names, constants and formats
-without needless escapes; free strings with any. Everything accepted is valid; a valid value in another spelling
+without needless escapes (or as `json.dumps` escapes them); free strings with any. Everything accepted is valid; a valid value in another spelling
 (another order of declared keys, 1.0 for an integer) is not accepted.
 """
 
@@ -42,7 +42,7 @@ from .json_keywords import (
 )
 from .json_source import Document, Located, load
 from .json_text import Writer
-from .json_values import EVERYTHING, All, Array, Boolean, Null, Object, Value, meet, together
+from .json_values import EVERYTHING, All, Array, Boolean, Null, Object, String, Value, meet, together
 
 MAX_ALTERNATIVES = 512  # sets of values that one schema may come to (a product for allOf of anyOfs)
 __all__ = ["GrammarError", "compile_schema"]
@@ -294,11 +294,14 @@ class _Compiler:
         return self._settled[places]
 
     def may_exist(self, value: Value, depth: int = 0) -> bool:
-        """False only where a set of values is provably empty; looks into required parts to some depth."""
+        """False only where a set of values is provably empty, whatever a validator's regex dialect; looks into
+        required parts to some depth."""
         if isinstance(value, (Null, Boolean)):
             return True
         if isinstance(value, (Array, Object)):
             return depth > 6 or self.writer.exists(value, lambda child: self._may_hold(child, depth + 1))
+        if isinstance(value, String):
+            value = value.generous()
         return self.writer.exists(value, lambda child: True)
 
     def _may_hold(self, places: All, depth: int) -> bool:

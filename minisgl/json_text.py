@@ -95,9 +95,8 @@ class Writer:
         """The quoted texts; EMPTY when there is none."""
         if value not in self._strings:
             if value.listed is not None:
-                quoted = {quote(text): text for text in value.listed}
-                fitting = [data for data, text in quoted.items() if self.fits(text, value)]
-                self._strings[value] = self.algebra.words(fitting)
+                fitting = [text for text in value.listed if self.fits(text, value)]
+                self._strings[value] = self.algebra.words(data for text in fitting for data in quoted(text))
             else:
                 mark = self.algebra.literal(b'"')
                 self._strings[value] = self.algebra.concat(mark, self.content(value), mark)
@@ -121,8 +120,8 @@ class Writer:
         """The texts with a pattern or of a format; with a False sign the complement."""
         key = (kind, source, sign)
         if key not in self._facets:
-            if kind == "pattern":
-                tree = _parsed(source, AGREED if sign else GENEROUS)
+            if kind != "format":
+                tree = _parsed(source, AGREED if sign and kind == "pattern" else GENEROUS)
                 node = search(self.algebra, tree, JSON)
             else:
                 plain = sign and source != "json-pointer"  # a format's characters need no escapes
@@ -215,7 +214,7 @@ class Writer:
             for index, slot in enumerate(left):
                 if room != 0:
                     after = left[index + 1 :] if ordered else left[:index] + left[index + 1 :]
-                    name = algebra.literal(quote(slot.name))
+                    name = algebra.words(quoted(slot.name))
                     rest = members_of(after, False, max(need - 1, 0), fewer)
                     options.append(algebra.concat(member(name, slot.places, first), rest))
                 if ordered and slot.required:
@@ -305,7 +304,7 @@ class Writer:
                     limits += [self.content(entry), algebra.complement(self.spelt(declared))]
                 else:
                     free = [text for text in entry.listed if text not in declared and self.fits(text, entry)]
-                    limits.append(algebra.words(quote(text)[1:-1] for text in free))
+                    limits.append(algebra.words(data[1:-1] for text in free for data in quoted(text)))
                 contents.append(algebra.both(*limits))
             names = algebra.alt(contents)
             if names is not algebra.EMPTY:
@@ -384,6 +383,12 @@ def quote(text: str) -> bytes:
         return json.dumps(text, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise GrammarError(f"json_schema: {text!a} holds a lone surrogate, which isn't text") from None
+
+
+def quoted(text: str) -> list[bytes]:
+    """The spellings of a constant: itself, and `json.dumps`'s with every other character than ASCII escaped."""
+    plain = quote(text)
+    return [plain] if text.isascii() else [plain, json.dumps(text).encode()]
 
 
 @lru_cache(maxsize=1024)

@@ -52,13 +52,19 @@ class Number:
 
 @dataclass(frozen=True)
 class String:
-    """facets: (kind, text, sign) with kind "pattern" or "format"; a False sign: it doesn't hold."""
+    """facets: (kind, text, sign) with kind "pattern", "format" or "generous pattern" (in any dialect); a False
+    sign: it doesn't hold. listed: only these. excluded: not these."""
 
     low: int = 0
     high: int | None = None
     facets: frozenset[tuple[str, str, bool]] = frozenset()
     listed: frozenset[str] | None = None
     excluded: frozenset[str] = frozenset()
+
+    def generous(self) -> String:
+        """With every pattern that has to match taken in the widest sense (see `regex_parse`)."""
+        kinds = {"pattern": "generous pattern"}
+        return replace(self, facets=frozenset((kinds.get(k, k) if sign else k, t, sign) for k, t, sign in self.facets))
 
 
 @dataclass(frozen=True)

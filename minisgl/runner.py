@@ -63,7 +63,7 @@ class Runner:
 
     max_requests   rows of the request table, the dummy not counted
     graph_sizes    decode batch sizes to record as CUDA graphs (empty: none)
-    pad_rows       (tokens of a step, decodes among them) -> rows to compute, the rest padding (see `sizing.ComputePlan`)
+    pad_rows       (tokens of a step, decodes among them) -> rows to compute, the rest padding (`sizing.ComputePlan`)
     """
 
     def __init__(

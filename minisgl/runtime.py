@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import numbers
 import queue
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -56,6 +57,7 @@ class Runtime:
     device                "auto", "cpu", "cuda", "cuda:1"
     dtype                 "auto", "float32", "float16", "bfloat16"; auto: the model's on a GPU, the faster on a CPU
     load_format           "auto", "safetensors", "gguf", or "dummy": random weights from a config.json
+    revision              branch, tag or commit of a hub model
     mem_fraction          share of the memory left after the weights that the KV pool may take
     kv_capacity           the same in tokens, instead
     max_running_requests  most sequences in one batch
@@ -69,6 +71,8 @@ class Runtime:
     attention_backend     "auto", "triton" (GPU), "torch" (any), "reference" (slow and plain)
     seed                  for requests that bring no seed, dummy weights and the "random" policy
     events                True or an EventLog: record what tree, pool and scheduler do
+    tokenizer             instead of the model's own
+    chat_template         a Jinja template instead of the model's own (its text)
 
     Raises ValueError, naming the parameter, for anything out of range, and ModelError for a model that cannot be
     loaded.  Nothing is left allocated when construction fails.
@@ -197,6 +201,8 @@ class Runtime:
                               (log-probability, id, text or None)
         logprob_start_len     with return_logprob, of the prompt's tokens from this position on as well; -1: none
         top_logprobs_num      and of this many likeliest alternatives at each place
+        return_text_in_logprobs  put each token's text there, too
+        priority              what it leaves in the cache stays longer, with eviction="priority"
         rid                   a name to abort the request by, or all of them if the call makes several.  One alone
                               has it as its id, which no other that runs may have
 
@@ -460,7 +466,8 @@ class Runtime:
     def _request(self, name: str, ids: np.ndarray, p: SamplingParams, index: int, priority: int) -> Request:
         stop_ids = {*p.stop_token_ids, *(() if p.ignore_eos else self.eos_token_ids)}
         if len(stop_ids) > MAX_STOP_IDS:
-            raise ValueError(f"stop_token_ids: at most {MAX_STOP_IDS} stop ids with the model's own, got {len(stop_ids)}")
+            count = f"{MAX_STOP_IDS} stop ids with the model's own, got {len(stop_ids)}"
+            raise ValueError(f"stop_token_ids: at most {count}")
         seed = int(self._rng.integers(1 << 62)) if p.seed is None else p.seed
         return Request(
             rid=name,
@@ -521,7 +528,8 @@ def _check_count(name: str, value: Any) -> None:
 
 
 def _check_int(name: str, value: Any, least: int | None = None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
+    integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)  # numpy's count
+    if not integer or (least is not None and value < least):
         limit = "" if least is None else f" of at least {least}"
         raise ValueError(f"{name} must be an integer{limit}, got {value!r}")
 

@@ -7,9 +7,9 @@ a second and takes what was fastest.
 
 Nor can results.  oneDNN cuts a bfloat16 product's inner dimension differently for different numbers of rows, so a row's
 last bit, and with it now and then a greedy token, depends on how many other rows are in the batch.  `ComputePlan.rows`
-takes that freedom away from prompts: a step that computes any is padded to a multiple of 256 rows.  With the fixed shapes
-of `attention_cpu` a prompt then gives the same bits whether it is computed whole, in chunks or behind a cached prefix.
-(A decoded token's bits still depend on whether its step also computes prompts; in float32 nothing does.)
+takes that freedom away from prompts: a step that computes any is padded to a multiple of 256 rows.  With the fixed
+shapes of `attention_cpu` a prompt then gives the same bits whether it is computed whole, in chunks or behind a cached
+prefix.  (A decoded token's bits still depend on whether its step also computes prompts; in float32 nothing does.)
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ComputePlan:
 
     def rows(self, tokens: int, decodes: int) -> int:
         """How many rows a step of `tokens`, `decodes` of them decoding, is padded to."""
-        return max(tokens, self.min_rows) if tokens == decodes else -(-tokens // self.tile) * self.tile
+        return max(tokens if tokens == decodes else -(-tokens // self.tile) * self.tile, self.min_rows)
 
 
 def choose_device(device: str) -> torch.device:
@@ -199,7 +199,7 @@ def _available_memory(proc: Path = Path("/proc/meminfo"), cgroup: Path = Path("/
     return available
 
 
-# ---- what the device brings --------------------------------------------------------------------------------------------
+# ---- what the device brings ------------------------------------------------------------------------------------------
 
 
 def make_attention(backend: str, pool: KVPool, config: LlamaConfig) -> Attention:

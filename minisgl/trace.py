@@ -22,7 +22,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -67,23 +67,33 @@ def _line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "the program"
 
 
-class Placeholder(str):
-    """A value of run time, standing in text as a mark.  `what` describes it in errors."""
+@dataclass(frozen=True)
+class Origin:
+    """Where a placeholder's value comes from: an argument, or with a lane that state's variable; then down a path."""
 
-    what: str
-    tracer: Tracer
-    path: tuple[Any, ...]
+    what: str  # for errors
+    name: str
+    lane: int | None = None
+    path: tuple[Any, ...] = ()
+
+
+class Placeholder(str):
+    """A value of run time, standing in text as a mark."""
+
+    _origin: Origin
+    _tracer: Tracer
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TraceError(
-            f"{_line()}: the program's Python depends on the value of {self.what}, which is known only when it runs; "
+            f"{_line()}: the program's Python depends on the value of {self._origin.what}, which is known only when it runs; "
             "a traced or compiled program can only put it into text"
         )
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, slice):
             self._refuse()
-        return self.tracer.placeholder(type(self), f"{self.what}[{key!r}]", self, key)
+        origin = self._origin
+        return self._tracer.placeholder(replace(origin, what=f"{origin.what}[{key!r}]", path=(*origin.path, key)))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -101,15 +111,6 @@ class Placeholder(str):
 for _name in dir(str):  # what a text method returns depends on the text
     if not _name.startswith("_"):
         setattr(Placeholder, _name, Placeholder._refuse)
-
-
-class ArgumentValue(Placeholder):
-    name: str
-
-
-class VariableValue(Placeholder):
-    lane: int
-    name: str
 
 
 def split_marks(text: str) -> Iterator[str | int]:
@@ -140,26 +141,17 @@ class Tracer:
         self.values: list[Placeholder] = []
         self.states: list[TracerState] = []
 
-    def placeholder(self, kind: type, what: str, base: Placeholder | None = None, key: Any = None) -> Any:
-        value = kind(f"\ue000{len(self.values)}\ue001")
-        value.what, value.tracer, value.path = what, self, ()
-        if base is not None:
-            value.path = (*base.path, key)
-            for name in ("name", "lane"):
-                if name in base.__dict__:
-                    setattr(value, name, base.__dict__[name])
+    def placeholder(self, origin: Origin) -> Placeholder:
+        value = Placeholder(f"\ue000{len(self.values)}\ue001")
+        value._origin, value._tracer = origin, self
         self.values.append(value)
         return value
 
-    def argument(self, name: str) -> ArgumentValue:
-        value = self.placeholder(ArgumentValue, f"argument {name!r}")
-        value.name = name
-        return value
+    def argument(self, name: str) -> Placeholder:
+        return self.placeholder(Origin(f"argument {name!r}", name))
 
-    def variable(self, lane: int, name: str) -> VariableValue:
-        value = self.placeholder(VariableValue, f"variable {name!r}")
-        value.lane, value.name = lane, name
-        return value
+    def variable(self, lane: int, name: str) -> Placeholder:
+        return self.placeholder(Origin(f"variable {name!r}", name, lane))
 
     def state(self) -> TracerState:
         state = TracerState(self, len(self.states))
@@ -202,7 +194,7 @@ class TracerState(ProgramState):
         self.tracer, self.lane = tracer, lane
         self.ret_value = None
         self.producers: dict[str, int] = {}  # variable -> node
-        self.lists: dict[str, list[VariableValue]] = {}
+        self.lists: dict[str, list[Placeholder]] = {}
         self.set_here: dict[str, Any] = {}
 
     # ---- writing -------------------------------------------------------------------------------------------------
@@ -240,13 +232,13 @@ class TracerState(ProgramState):
             raise TraceError(f"{_line()}: {type(item).__name__} cannot be traced")
 
     def _record_value(self, value: Placeholder, number: int) -> None:
-        if isinstance(value, ArgumentValue):
-            self.tracer.add("Argument", self.lane, value.what[len("argument ") :], slot=number)
+        origin = value._origin
+        if origin.lane is None:
+            self.tracer.add("Argument", self.lane, origin.what[len("argument ") :], slot=number)
         else:
-            assert isinstance(value, VariableValue)
-            producer = self.tracer.states[value.lane].producers.get(value.name)
+            producer = self.tracer.states[origin.lane].producers.get(origin.name)
             inputs = [] if producer is None else [producer]
-            self.tracer.add("Variable", self.lane, value.name, slot=number, inputs=inputs)
+            self.tracer.add("Variable", self.lane, origin.name, slot=number, inputs=inputs)
 
     def set_var(self, name: str, value: Any) -> None:
         self.set_here[name] = value
@@ -323,7 +315,8 @@ def trace_program(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
     tracer = Tracer()
     state = tracer.run(function, args, kwargs)
     graph = tracer.graph
-    graph.values, graph.returns = tracer.values, state.ret_value
+    graph.origins = [value._origin for value in tracer.values]
+    graph.returns = state.ret_value
     graph.name = function.__name__
     return graph
 

@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from minisgl.detokenizer import TextRule
+from minisgl.expressions import Algebra, Alt, Concat, Literal, Named, Node, Repeat, Switch
 from minisgl.fsm import TokenGrammar
 from minisgl.token_masks import unpack
 from minisgl.tokenizer import BaseTokenizer
@@ -44,8 +45,7 @@ def legal_tokens(grammar: TokenGrammar, state: int) -> set[int]:
 
 
 def random_walk(grammar: TokenGrammar, rng: random.Random, steps: int) -> bytes | None:
-    """A text spelt by uniformly chosen legal tokens; from `steps` tokens on by the shortest way out. None when
-    there is no way out within 400 more tokens."""
+    """A text spelt by uniformly chosen legal tokens; from `steps` tokens on by a shortest way out."""
     state, data = grammar.start, b""
     for _ in range(steps):
         legal = np.flatnonzero(unpack(grammar.mask(state), grammar.vocab_size))
@@ -61,20 +61,56 @@ def random_walk(grammar: TokenGrammar, rng: random.Random, steps: int) -> bytes 
 
 
 def _finish(grammar: TokenGrammar, state: int, data: bytes) -> bytes | None:
-    """The shortest byte string to acceptance: breadth first over the byte automaton."""
+    """On to acceptance by the byte after which the least is left to write."""
     automaton, singles = grammar.automaton, grammar.trie.single_bytes
-    seen, layer = {state}, [(state, data)]
-    for _ in range(4000):
-        for at, text in layer:
-            if automaton.accepting[at]:
-                return text
-        following = []
-        for at, text in layer:
-            for byte, after in automaton.ways(at):
-                if after not in seen and singles >> byte & 1:
-                    seen.add(after)
-                    following.append((after, text + bytes([byte])))
-        layer = following[:3000]
-        if not layer:
-            return None
+    shortest = Shortest(automaton.algebra)
+    for _ in range(20_000):
+        if automaton.accepting[state]:
+            return data
+        ways = [(byte, after) for byte, after in automaton.ways(state) if singles >> byte & 1]
+        byte, state = min(ways, key=lambda way: shortest(automaton.nodes[way[1]]))
+        data += bytes([byte])
     return None
+
+
+class Shortest:
+    """The length of a language's shortest word, from its structure."""
+
+    def __init__(self, algebra: Algebra):
+        self.algebra = algebra
+        self.known: dict[Node, float] = {}
+
+    def __call__(self, node: Node) -> float:
+        if node.nullable:
+            return 0
+        if node in self.known:
+            return self.known[node]
+        self.known[node] = float("inf")  # the shortest word of a recursive language doesn't recurse
+        found = self.length(node)
+        if found < float("inf"):
+            self.known[node] = found
+        else:
+            del self.known[node]  # only for want of what is being worked out further up
+        return found
+
+    def length(self, node: Node) -> float:
+        if isinstance(node, Literal):
+            return len(node.data)
+        if isinstance(node, Concat):
+            return self(node.head) + self(node.tail)
+        if isinstance(node, Alt):
+            return min(map(self, node.options))
+        if isinstance(node, Repeat):
+            return node.low * self(node.body)
+        if isinstance(node, Switch):
+            return 1 + min(self(after) for _, after in node.arms)
+        if isinstance(node, Named):
+            return self(node.unfold())
+        seen, layer = {node}, [node]  # intersections and tries: breadth first
+        for length in range(10_000):
+            if any(here.nullable for here in layer):
+                return length
+            found = {after for here in layer for _, after in self.algebra.arms(here)} - seen
+            seen |= found
+            layer = sorted(found, key=lambda n: n.index)[:500]
+        raise AssertionError("no word")

@@ -124,7 +124,5 @@ def test_text_outside_of_roles_is_kept_where_it_is():
         s += sgl.assistant(sgl.gen("a"))
 
     text = f.run(backend=backend).text()
-    assert text == (
-        "Preface. <|im_start|>user\nq<|im_end|>\n between <|im_start|>assistant\nA<|im_end|>\n"
-    )
+    assert text == ("Preface. <|im_start|>user\nq<|im_end|>\n between <|im_start|>assistant\nA<|im_end|>\n")
     assert not backend.jobs[0].prompt.templated

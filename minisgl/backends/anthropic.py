@@ -58,7 +58,6 @@ class Anthropic(HostedBackend):
     def choose(self, job: Job) -> Reply:
         choices = self.check_choice(job)
         request, _ = self._request(job)
-        request["temperature"] = 0
         schema = {
             "type": "object",
             "properties": {"choice": {"type": "string", "enum": list(choices)}},
@@ -85,9 +84,7 @@ class Anthropic(HostedBackend):
             "system": system or None,
             "messages": [{"role": role, "content": _content(parts)} for role, parts in messages],
             "stop_sequences": [stop] if isinstance(stop, str) else list(stop) or None,
-            "temperature": params.get("temperature"),
-            "top_p": params.get("top_p"),
-            "top_k": params.get("top_k") if params.get("top_k", -1) > 0 else None,
+            "extra_body": _sampling(params) or None,
         }
         return {name: value for name, value in request.items() if value is not None}, open_text
 
@@ -137,6 +134,12 @@ class Anthropic(HostedBackend):
             "completion_tokens": get("output_tokens"),
             "cached_tokens": get("cache_read_input_tokens") or 0,
         }
+
+
+def _sampling(params: dict[str, Any]) -> dict[str, Any]:
+    """What differs from the API's defaults.  In the body directly: newer models and clients know none of these."""
+    defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+    return {name: params[name] for name, default in defaults.items() if params.get(name, default) != default}
 
 
 def _joined(open_text: str, text: str) -> str:

@@ -16,6 +16,7 @@ from ..ir import Image
 from .base import Job, Reply, need, refuse_params
 from .hosted import HostedBackend, as_base64, chat_messages, expand_videos, is_url, load_image
 
+_REASONING = ("o1", "o3", "o4", "gpt-5")  # models that take no temperature
 COMPLETION_MODELS = ("gpt-3.5-turbo-instruct", "davinci-002", "babbage-002")
 _NOT_OPENAI = (
     "top_k", "min_p", "min_new_tokens", "repetition_penalty", "ignore_eos", "stop_token_ids", "regex", "ebnf",
@@ -64,9 +65,10 @@ class ChatCompletions(HostedBackend):
         request = {
             "model": self.model,
             "messages": [_message(*message) for message in chat_messages(job.prompt, self)],
-            "temperature": 0,
             "response_format": _schema_format(schema),
         }
+        if not self.model.startswith(_REASONING):
+            request["temperature"] = 0
         answer = self.call(job, lambda: self._create(**request))
         self.count(answer.usage)
         chosen = json.loads(answer.choices[0].message.content or "{}").get("choice")
