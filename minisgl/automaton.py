@@ -16,6 +16,8 @@ asking the model.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -68,9 +70,15 @@ class Automaton:
         self.expanded = np.concatenate([self.expanded, np.zeros(size, dtype=bool)])
         self.accepting = np.concatenate([self.accepting, np.zeros(size, dtype=bool)])
 
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Growing the automaton: one thread at a time, on the budget's clock."""
+        with self.lock, self.algebra.budget.operation():
+            yield
+
     def expand(self, state: int) -> None:
         """Fill the state's row."""
-        with self.lock:
+        with self.working():
             if self.expanded[state]:
                 return
             arms = [(self._column(bits), self.number(left)) for bits, left in self.algebra.arms(self.nodes[state])]
@@ -100,7 +108,7 @@ class Automaton:
     def forced(self, state: int) -> tuple[bytes, int]:
         """The bytes that every way on from `state` begins with, up to the first choice or right to stop, and
         the state after them."""
-        with self.lock:
+        with self.working():
             found = self._forced.get(state)
             if found is None:
                 found = self._forced[state] = self._follow(state)

@@ -30,6 +30,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from .output import EngineError
@@ -167,11 +168,14 @@ class Engine:
             step = None
             if batch is not None:
                 step = self.runner.launch(batch)
-                self.runner.sample(step)
+                if step.constraints is None:
+                    self.runner.sample(step)
             elif lagging is None:
                 self._expect_idle()
             if lagging is not None:
-                self._commit(lagging)
+                self._commit(lagging, step)
+            if step is not None and step.constraints is not None:
+                self.runner.sample(step)  # its masks needed the tokens that were just committed
             lagging = step
             self.counters.busy_time += time.perf_counter() - begin
 
@@ -196,8 +200,11 @@ class Engine:
                 f"({s.allocator.available} slots free, {s.tree.evictable} evictable of {s.allocator.capacity})"
             )
 
-    def _commit(self, step: Step) -> None:
-        """Wait for a step's tokens, give them to the scheduler and to whoever watches."""
+    def _commit(self, step: Step, launched: Step | None = None) -> None:
+        """Wait for a step's tokens, give them to the scheduler and to whoever watches.
+
+        `launched`: the step that was formed since, if there is one.
+        """
         sampled = self.runner.results(step)
         begin = time.perf_counter()
         for score in step.prompt_scores:
@@ -207,14 +214,14 @@ class Engine:
         for request in progress.started:
             request.first_token = begin
         if progress.watched:
-            self._deliver(step, progress.watched)
+            self._deliver(step, progress.watched, launched)
         for request in progress.finished:
             self._ended(request)
         self.counters.steps += 1
         self.counters.output_tokens += progress.tokens
         self.counters.host_time += time.perf_counter() - begin
 
-    def _deliver(self, step: Step, watched: list[tuple[Request, int, int]]) -> None:
+    def _deliver(self, step: Step, watched: list[tuple[Request, int, int]], launched: Step | None) -> None:
         logprobs = None
         if step.logprobs is not None:
             logprobs = step.logprobs.to_lists([step.top_logprobs] * len(step.logprobs.chosen))
@@ -225,6 +232,9 @@ class Engine:
                 value = chosen, top[: request.top_logprobs]
             try:
                 matched = request.sink.token(token, value)
+                if matched is None and request.constraint is not None and request.status is not Status.FINISHED:
+                    request.constraint.advance(token)
+                    matched = self._jump(request, launched)
             except Exception as error:  # a stop pattern that takes too long, say: this request's problem alone
                 self.scheduler.abort(request, str(error))
                 self._fail(request, error)
@@ -237,6 +247,26 @@ class Engine:
                 self.scheduler.finish(request, {"type": "stop", "matched": matched})
                 self._ended(request)
 
+    def _jump(self, request: Request, launched: Step | None) -> str | None:
+        """Append what the grammar forces, and end the request if that ends it; returns a stop string that it holds."""
+        constraint = request.constraint
+        assert constraint is not None
+        tokens = constraint.forced()
+        if tokens:
+            fitted = self.scheduler.force(request, tokens, launched.batch if launched is not None else None)
+            self.runner.count_forced(request, tokens[:fitted])
+            for i, token in enumerate(tokens[:fitted]):
+                constraint.advance(token)
+                matched = request.sink.token(token)
+                if matched is not None:
+                    self.scheduler.unforce(request, fitted - i - 1)
+                    return matched
+            if self.scheduler.is_full(request):
+                self.scheduler.finish(request, {"type": "length"})
+                self._ended(request)
+                return None
+        return None
+
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def _accept(self, requests: list[Request]) -> None:
@@ -248,8 +278,27 @@ class Engine:
             self._live[request.rid] = request
             try:
                 self.scheduler.add(request)
+                self._jump_at_start(request)
             except ValueError as error:
                 self._fail(request, error)
+
+    def _jump_at_start(self, request: Request) -> None:
+        """A grammar may force the output's first tokens: they join the prompt's computation."""
+        constraint = request.constraint
+        if constraint is None:
+            return
+        room = request.max_len - request.prompt_len - 1  # at least one token is left to sample
+        tokens = constraint.forced()[: max(room, 0)]
+        for i, token in enumerate(tokens, start=1):
+            constraint.advance(token)
+            matched = request.sink.token(token)
+            if matched is not None:
+                request.tokens = np.concatenate([request.prompt, np.array(tokens[:i], np.int32)])
+                self.scheduler.finish(request, {"type": "stop", "matched": matched})
+                self._ended(request)
+                return
+        request.tokens = np.concatenate([request.prompt, np.array(tokens, np.int32)])
+        request.forced_tokens = len(tokens)
 
     def _abort(self, requests: list[Request], message: str) -> None:
         for request in requests:

@@ -26,7 +26,8 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 ALL_BYTES = (1 << 256) - 1
 Arms = tuple[tuple[int, "Node"], ...]
@@ -46,11 +47,22 @@ class Budget:
     def __init__(self, nodes: int = 400_000, seconds: float = 8.0):
         self.nodes, self.seconds = nodes, seconds
         self.made = 0
+        self._running = 0
         self._deadline = time.monotonic() + seconds
 
-    def restart(self) -> None:
-        """Begin a new operation: the clock starts again, the memory doesn't."""
-        self._deadline = time.monotonic() + self.seconds
+    @contextmanager
+    def operation(self) -> Iterator[None]:
+        """One piece of work with a clock of its own; what runs inside of it shares that clock. A recursion that
+        exhausts Python's stack is an error of the grammar like others."""
+        if not self._running:
+            self._deadline = time.monotonic() + self.seconds
+        self._running += 1
+        try:
+            yield
+        except RecursionError:
+            raise GrammarError("the grammar is nested too deeply") from None
+        finally:
+            self._running -= 1
 
     def spend(self) -> None:
         """Count one node. Raises GrammarError when the grammar has had its share."""

@@ -59,7 +59,8 @@ class Grammar:
         (and \\\\p{..}). Raises GrammarError, naming the construct, for what is malformed or unsupported
         (see `regex_parse`), and for a pattern that nothing matches."""
         algebra = Algebra(budget)
-        return cls(algebra, full_match(algebra, _guarded(parse, pattern), UTF8), pattern)
+        with algebra.budget.operation():
+            return cls(algebra, full_match(algebra, parse(pattern), UTF8), pattern)
 
     @classmethod
     def from_json_schema(
@@ -76,8 +77,8 @@ class Grammar:
         from .json_schema import compile_schema
 
         algebra = Algebra(budget)
-        root, source = _guarded(compile_schema, algebra, schema, whitespace)
-        return cls(algebra, root, source)
+        with algebra.budget.operation():
+            return cls(algebra, *compile_schema(algebra, schema, whitespace))
 
     def matches(self, text: str | bytes) -> bool:
         """Is this text, whole, in the grammar?"""
@@ -92,9 +93,9 @@ class Grammar:
         return b"" if state == DEAD else self.automaton.forced(state)[0]
 
     def _state(self, text: str | bytes) -> int:
-        self.automaton.algebra.budget.restart()
         data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
-        return self.automaton.step(START, data)
+        with self.automaton.working():
+            return self.automaton.step(START, data)
 
     def compile(self, tokenizer: BaseTokenizer, stop_ids: set[int] | None = None) -> TokenGrammar:
         """The grammar over a tokenizer's tokens. Raises GrammarError when its tokens can't spell any text of
@@ -128,7 +129,6 @@ class TokenGrammar:
         self._bytes = tokenizer.all_token_bytes()
         self._masks = MaskCache(self.automaton, self.trie, self.stop_ids)
         self._forced: dict[int, list[int]] = {}
-        self.automaton.algebra.budget.restart()
         if not self._masks.lives(START):
             raise GrammarError("no sequence of this tokenizer's tokens spells a text of the grammar")
 
@@ -184,18 +184,9 @@ class TokenGrammar:
             return []
         found = self._forced.get(state)
         if found is None:
-            with self.automaton.lock:
-                self.automaton.algebra.budget.restart()
+            with self.automaton.working():
                 found = jump.forced_tokens(self.automaton, self.trie, self.tokenizer, state)
                 if self.advance_all(state, found) is None:
                     found = []
                 self._forced[state] = found
         return list(found)
-
-
-def _guarded(function, *args):
-    """Whatever a hostile grammar provokes is an error of that grammar."""
-    try:
-        return function(*args)
-    except RecursionError:
-        raise GrammarError("the grammar is nested too deeply") from None

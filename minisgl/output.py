@@ -73,7 +73,8 @@ class Sink:
         if logprobs is not None and logprobs.start == 0:
             logprobs.prompt.append(self._triple(None, int(request.prompt[0])))
             logprobs.prompt_top.append(None)
-        self.watches = on_chunk is not None or bool(params.stop or params.stop_regex) or logprobs is not None
+        stops = bool(params.stop or params.stop_regex)
+        self.watches = on_chunk is not None or stops or logprobs is not None or request.constraint is not None
         self._detokenizer = self._checker = None
         if self.watches and tokenizer is not None:
             self._detokenizer = self._new_detokenizer()

@@ -32,6 +32,7 @@ import numpy as np
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from .constraint import Constraint
     from .radix import Node
 
 MAX_STOP_IDS = 16  # stop ids per request that are compared as one array; more are refused at submission
@@ -63,7 +64,7 @@ class Request:
     top_logprobs: int = 0
     priority: int = 0
     group: str | None = None  # the id that the caller gave to the several requests of one call
-    grammar: Any = None
+    constraint: Constraint | None = None  # the grammar that its output follows
 
     # life
     order: int = field(default_factory=lambda: next(_order))
@@ -126,6 +127,7 @@ class Rows:
         self.min_len = np.zeros(n, np.int64)  # stop ids count only once num_tokens exceeds this
         self.stop_ids = np.full((n, MAX_STOP_IDS), -1, np.int32)
         self.active = np.zeros(n, bool)
+        self.started = np.zeros(n, bool)  # has had its first token
         self.watch = np.zeros(n, bool)
         self.generation = np.zeros(n, np.int64)
         self.request: list[Request | None] = [None] * n
@@ -143,6 +145,7 @@ class Rows:
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(request.stop_ids)] = request.stop_ids
         self.active[row] = True
+        self.started[row] = request.first_token > 0
         self.watch[row] = request.watch
         self.request[row] = request
         request.row = row

@@ -16,12 +16,13 @@ recorded size is padded with the dummy row, which reads and writes the dummy slo
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from .attention import Attention, ForwardBatch, HostBatch
+from .constraint import Constraint, masks
 from .model_llama import Llama
 from .pool import DUMMY_ROW, DUMMY_SLOT, RequestTable
 from .request import Request, Rows
@@ -50,6 +51,7 @@ class Step:
     batch: Batch
     logits: torch.Tensor  # (R, vocab) float32 of the sequences that sample
     sampling: SamplingBatch | None  # of those sequences, as they were when the batch was formed
+    constraints: list[Constraint | None] | None = None  # of those sequences, if any of them has a grammar
     top_logprobs: int = -1  # most alternatives that any of them wants beside its log-probability; -1: none wants any
     prompt_scores: list[PromptScores] = field(default_factory=list)
     tokens: torch.Tensor | None = None  # (R,) int64 on the device
@@ -88,7 +90,7 @@ class Runner:
         host_table = torch.from_numpy(table.slots)
         self.device_table = host_table.to(self.device) if self.cuda else host_table
         self.penalties = PenaltyState(table.max_requests + 1, self.vocab_size, self.device)
-        self._sampling: tuple[np.ndarray, np.ndarray, SamplingBatch, int] | None = None
+        self._sampling: tuple[Any, ...] | None = None  # rows, generations, and `_sampling_batch`'s result for them
         self._penalised: dict[int, int] = {}  # row -> generation for which its penalty state was made
         self._graphs: dict[int, _Graph] = {}
         self.graph_replays = 0
@@ -99,23 +101,30 @@ class Runner:
 
     def launch(self, batch: Batch) -> Step:
         """Queue the forward pass of `batch`."""
-        sampling, top_logprobs = self._sampling_batch(batch)
+        sampling, constraints, top_logprobs = self._sampling_batch(batch)
         graph = self._graph_for(batch)
         if graph is not None:
             self._sync_table()
             self.graph_replays += 1
-            return Step(batch, graph.replay(batch), sampling, top_logprobs)
+            return Step(batch, graph.replay(batch), sampling, constraints, top_logprobs)
         forward = self._forward_batch(batch)
         self.attention.begin(forward)
         hidden = self.model.forward(forward, self.attention)
         scores = self._score_prompts(batch, hidden)
         logits = self._logits(hidden.index_select(0, forward.logit_rows))
-        return Step(batch, logits, sampling, top_logprobs, scores)
+        return Step(batch, logits, sampling, constraints, top_logprobs, scores)
 
-    def sample(self, step: Step, grammar_mask: torch.Tensor | None = None) -> None:
-        """Queue sampling and the copy of the tokens to the host; grammar_mask as in `sampler.sample`."""
+    def sample(self, step: Step) -> None:
+        """Queue sampling and the copy of the tokens to the host.
+
+        Constrained sequences are masked by where their grammar stands now: their last token must have been taken.
+        """
         if step.sampling is None:
             return
+        grammar_mask = None
+        if step.constraints is not None:
+            packed = torch.from_numpy(masks(step.constraints, self.vocab_size))
+            grammar_mask = packed.pin_memory().to(self.device, non_blocking=True) if self.cuda else packed
         positions = self._to_device(step.batch.ends[step.batch.samples])
         tokens = sample(step.logits, step.sampling, positions, grammar_mask, self.penalties)
         self.last_token[step.sampling.rows] = tokens
@@ -128,6 +137,12 @@ class Runner:
             step.host_tokens.copy_(tokens, non_blocking=True)
             step.done = torch.cuda.Event()
             step.done.record()
+
+    def count_forced(self, request: Request, tokens: Sequence[int]) -> None:
+        """Tokens that jump-forward appended count for penalties as sampled ones do."""
+        if self._penalised.get(request.row) == int(self.rows.generation[request.row]):
+            ids = self._to_device(np.array(tokens, np.int64))
+            self.penalties.add(torch.full_like(ids, request.row), ids)
 
     def results(self, step: Step) -> np.ndarray:
         """The sampled tokens, (R,) int64; waits for the device."""
@@ -157,7 +172,9 @@ class Runner:
         slots = self.table.slots[token_rows, positions].astype(np.int64)
         logit_rows = q_start[1:][batch.samples] - 1
         tokens = int(q_start[-1])
-        padding = np.zeros(self.pad_rows(tokens, batch.num_decodes) - tokens, np.int64)
+        # jump-forward's tokens are output: only prompts ask for a step of fixed shape
+        prompts = any(s < r.prompt_len for s, r in zip(starts[batch.num_decodes :], batch.extends))
+        padding = np.zeros(self.pad_rows(tokens, batch.num_decodes if prompts else tokens) - tokens, np.int64)
         if len(padding):  # dummy tokens: row 0, position 0, slot 0
             ids, positions, slots = (np.concatenate((a, padding)) for a in (ids, positions, slots))
             token_rows = np.concatenate((token_rows, padding))
@@ -216,16 +233,16 @@ class Runner:
 
     # ---- sampling ------------------------------------------------------------------------------------------------
 
-    def _sampling_batch(self, batch: Batch) -> tuple[SamplingBatch | None, int]:
+    def _sampling_batch(self, batch: Batch) -> tuple[SamplingBatch | None, list[Constraint | None] | None, int]:
         """The sampling rows' parameters on the device, made anew only when the composition changes, and
-        `Step.top_logprobs`."""
+        `Step.constraints` and `Step.top_logprobs`."""
         rows, generation = batch.rows[batch.samples], batch.generation[batch.samples]
         if not len(rows):
-            return None, -1
+            return None, None, -1
         if self._sampling is not None:
-            cached_rows, cached_generation, sampling, top_logprobs = self._sampling
+            cached_rows, cached_generation, *cached = self._sampling
             if np.array_equal(rows, cached_rows) and np.array_equal(generation, cached_generation):
-                return sampling, top_logprobs
+                return tuple(cached)
         requests = [r for r in (self.rows.request[row] for row in rows) if r is not None]
         sampling = SamplingBatch.build(
             [r.params for r in requests],
@@ -239,8 +256,9 @@ class Runner:
         if len(sampling.penalised):
             self._start_penalties(rows, generation)
         top_logprobs = max(r.top_logprobs if r.return_logprob else -1 for r in requests)
-        self._sampling = (rows, generation, sampling, top_logprobs)
-        return sampling, top_logprobs
+        constraints = [r.constraint for r in requests] if any(r.constraint for r in requests) else None
+        self._sampling = (rows, generation, sampling, constraints, top_logprobs)
+        return sampling, constraints, top_logprobs
 
     def _start_penalties(self, rows: np.ndarray, generation: np.ndarray) -> None:
         """Count what a request with penalties has said already (its prompt; its output, if it was retracted)."""

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from . import sizing
+from .constraint import Constraint, Grammars
 from .engine import Counters, Engine
 from .events import EventLog
 from .loader import load_model, resolve_model
@@ -69,6 +70,7 @@ class Runtime:
     overlap               form the next step while the device runs this one; auto: on a GPU
     cuda_graphs           record decode steps as CUDA graphs; auto: on a GPU
     attention_backend     "auto", "triton" (GPU), "torch" (any), "reference" (slow and plain)
+    jump_forward          append the tokens that a grammar forces without asking the model for each
     seed                  for requests that bring no seed, dummy weights and the "random" policy
     events                True or an EventLog: record what tree, pool and scheduler do
     tokenizer             instead of the model's own
@@ -97,6 +99,7 @@ class Runtime:
         overlap: bool | str = "auto",
         cuda_graphs: bool | str = "auto",
         attention_backend: str = "auto",
+        jump_forward: bool = True,
         seed: int = 0,
         events: bool | EventLog = False,
         tokenizer: BaseTokenizer | None = None,
@@ -170,6 +173,10 @@ class Runtime:
                 graph_sizes=sizing.graph_sizes(max_running_requests) if graphs else (),
                 pad_rows=plan.rows,
             )
+        if not isinstance(jump_forward, bool):
+            raise ValueError(f"jump_forward must be True or False, got {jump_forward!r}")
+        self._jump_forward = jump_forward
+        self._grammars = None if tokenizer is None else Grammars(tokenizer, set(self.eos_token_ids))
         self._engine = Engine(self.scheduler, runner, overlap=overlap)
         self._rng = np.random.default_rng(seed)
         self._prefix = f"minisgl-{next(_names)}"
@@ -413,6 +420,10 @@ class Runtime:
                 why = self.scheduler.refusal(request)
                 if why is not None:
                     raise ValueError(why)
+                if p.grammar is not None and self._grammars is not None:
+                    # a forced token has no logits of its own, so whoever asks for log-probabilities samples each
+                    jump = self._jump_forward and not return_logprob
+                    request.constraint = Constraint(self._grammars.get(*p.grammar), jump)
                 request.sink = Sink(request, self._tokenizer, on_chunk=on_chunk, logprobs=logprobs)
                 request.watch = request.sink.watches
                 sinks.append(request.sink)
@@ -457,14 +468,17 @@ class Runtime:
     def _check_params(self, p: SamplingParams, ids: np.ndarray, logprob_start: int) -> None:
         p.validate_vocab(self.config.vocab_size)
         if p.grammar is not None:
-            raise ValueError(f"{p.grammar[0]}: constrained decoding is not part of this version")
+            if self._grammars is None:
+                raise ValueError(f"{p.grammar[0]} needs a tokenizer, which this model came without")
+            self._grammars.get(*p.grammar)
         if (p.stop or p.stop_regex) and self._tokenizer is None:
             raise ValueError("stop and stop_regex need a tokenizer, which this model came without")
         if logprob_start > len(ids):
             raise ValueError(f"logprob_start_len must be at most the prompt's {len(ids)} tokens, got {logprob_start}")
 
     def _request(self, name: str, ids: np.ndarray, p: SamplingParams, index: int, priority: int) -> Request:
-        stop_ids = {*p.stop_token_ids, *(() if p.ignore_eos else self.eos_token_ids)}
+        ignore_eos = p.ignore_eos and p.grammar is None  # a grammar's text ends where the grammar does
+        stop_ids = {*p.stop_token_ids, *(() if ignore_eos else self.eos_token_ids)}
         if len(stop_ids) > MAX_STOP_IDS:
             count = f"{MAX_STOP_IDS} stop ids with the model's own, got {len(stop_ids)}"
             raise ValueError(f"stop_token_ids: at most {count}")

@@ -305,6 +305,11 @@ def _json_text(name: str, value: Any) -> str | None:
     """A JSON object, given as text or as a dict, as text; the order of keys is kept."""
     if value is None:
         return None
+    if name == "json_schema" and isinstance(value, type):  # a Pydantic model or a dataclass
+        from .json_source import load
+
+        value = load(value)
+        value = json.dumps(value) if isinstance(value, bool) else value
     if not isinstance(value, (str, Mapping)):
         _refuse(name, "a JSON object, as a string or a dict", value)
     try:

@@ -34,6 +34,8 @@ from .pool import DUMMY_SLOT, RequestTable, SlotAllocator
 from .request import Request, Rows, Status
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .events import EventLog
     from .radix import NullCache, RadixTree
 
@@ -57,6 +59,7 @@ class Batch:
     num_decodes: int
     generation: np.ndarray
     extends: list[Request]
+    dropped: np.ndarray  # (B,) bool: sequences whose sample is not wanted any more (`Scheduler.force`)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -308,7 +311,9 @@ class Scheduler:
             self.events.emit("batch", decodes=decoding, extends=spans, waiting=len(self.waiting))
         self.uncommitted += 1
         generation = state.generation[rows]
-        return Batch(rows, starts, ends, samples, from_device, k, generation, [r for r, _, _ in extends])
+        return Batch(
+            rows, starts, ends, samples, from_device, k, generation, [r for r, _, _ in extends], np.zeros(len(rows), bool)
+        )
 
     def _waits_for_chunks(self, request: Request, matched: int) -> bool:
         """True if somebody is still computing, chunk by chunk, more of this request's prefix than the tree has."""
@@ -424,7 +429,8 @@ class Scheduler:
         state, progress = self.rows, Progress()
         self.uncommitted -= 1
         rows = batch.rows[batch.samples]
-        index = np.flatnonzero(state.generation[rows] == batch.generation[batch.samples])
+        wanted = (state.generation[rows] == batch.generation[batch.samples]) & ~batch.dropped[batch.samples]
+        index = np.flatnonzero(wanted)
         rows, tokens = rows[index], np.asarray(sampled)[index]
         state.ids[rows, state.num_tokens[rows]] = tokens
         state.num_tokens[rows] += 1
@@ -433,8 +439,9 @@ class Scheduler:
 
         n = state.num_tokens[rows]
         stopped = (state.stop_ids[rows] == tokens[:, None]).any(1) & (n > state.min_len[rows])
-        for i in np.flatnonzero(n == state.prompt_len[rows] + 1):
+        for i in np.flatnonzero(~state.started[rows]):
             progress.started.append(self._at(rows[i]))
+        state.started[rows] = True
         for i in np.flatnonzero(state.watch[rows]):
             progress.watched.append((self._at(rows[i]), int(tokens[i]), int(index[i])))
         for i in np.flatnonzero(stopped | (n >= state.max_len[rows])):
@@ -443,6 +450,34 @@ class Scheduler:
             progress.finished.append(request)
         self._finish_scored(batch, progress)
         return progress
+
+    def force(self, request: Request, tokens: Sequence[int], launched: Batch | None) -> int:
+        """Append tokens that need no sampling (jump-forward); returns how many fitted below the request's max_len.
+
+        The next step computes them all.  `launched`: a batch formed since the request's last token was sampled; what
+        it samples for the request is the first of these tokens or another spelling of it, and is dropped.
+        """
+        state, row = self.rows, request.row
+        n = int(state.num_tokens[row])
+        tokens = tokens[: int(state.max_len[row]) - n]
+        if launched is not None:
+            for i in np.flatnonzero((launched.rows == row) & launched.samples & ~launched.dropped):
+                if launched.generation[i] == state.generation[row]:
+                    launched.dropped[i] = True
+                    state.in_flight[row] -= 1
+        state.ids[row, n : n + len(tokens)] = tokens
+        state.num_tokens[row] += len(tokens)
+        request.forced_tokens += len(tokens)
+        return len(tokens)
+
+    def unforce(self, request: Request, n: int) -> None:
+        """Take the last n forced tokens back: a stop string ended the output before them."""
+        self.rows.num_tokens[request.row] -= n
+        request.forced_tokens -= n
+
+    def is_full(self, request: Request) -> bool:
+        """Whether a running request has all the tokens that it may have."""
+        return bool(self.rows.num_tokens[request.row] >= self.rows.max_len[request.row])
 
     def _at(self, row: int) -> Request:
         request = self.rows.request[row]

@@ -194,7 +194,7 @@ class MaskCache:
     """Masks of one automaton over one vocabulary.
 
     stop_ids: the tokens that end a text, legal exactly in accepting states.
-    keep: how many masks are remembered (16 KB each for 128k tokens), the least recently used go first.
+    keep: how many masks are remembered (16 KB each for 128k tokens); the oldest go first.
     """
 
     def __init__(self, automaton: Automaton, trie: TokenTrie, stop_ids: frozenset[int], keep: int = 2048):
@@ -213,8 +213,7 @@ class MaskCache:
         found = self._masks.get(state)
         if found is not None:
             return found
-        with self.automaton.lock:
-            self.automaton.algebra.budget.restart()
+        with self.automaton.working():
             found = self._masks[state] = self._compute(state)
             while len(self._masks) > self.keep:
                 self._masks.popitem(last=False)
@@ -301,8 +300,9 @@ class MaskCache:
         to find out."""
         known = self._lives.get(state)
         if known is None:
-            known = self._easily(self.automaton.nodes[state]) or self._search(state)
-            self._lives[state] = known
+            with self.automaton.working():
+                known = self._easily(self.automaton.nodes[state]) or self._search(state)
+                self._lives[state] = known
         return known
 
     def _search(self, state: int) -> bool:

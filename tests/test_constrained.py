@@ -1,0 +1,167 @@
+"""Grammars through the whole engine: valid output, jump-forward that changes nothing but the number of steps."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from minisgl import Runtime
+
+from . import tiny_models
+
+REGEX = r'\{"name": "[a-z]{2,6}", "house": "(north|south)", "age": [0-9]{1,2}\}'
+SCHEMA = {
+    "type": "object",
+    "properties": {"title": {"type": "string", "maxLength": 8}, "count": {"type": "integer", "maximum": 99, "minimum": 0}},
+    "required": ["title", "count"],
+    "additionalProperties": False,
+}
+PROMPTS = ["Fill in: ", "Another one: ", "x", "And a longer prompt than the others, to be cut into chunks: "]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_models.make("smollm2", tmp_path_factory.mktemp("constrained"))
+
+
+@pytest.fixture(scope="module")
+def runtime(folder):
+    with Runtime(folder, dtype="float32", kv_capacity=4000) as runtime:
+        yield runtime
+
+
+def params(**more):
+    return {"regex": REGEX, "max_new_tokens": 120, "temperature": 0, **more}
+
+
+def texts(replies):
+    return [reply["text"] for reply in replies]
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """Each prompt alone, without jump-forward or cache."""
+    with Runtime(folder, dtype="float32", jump_forward=False, radix_cache=False, kv_capacity=4000) as runtime:
+        return [runtime.generate(p, params())["output_ids"] for p in PROMPTS]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("jump", [False, True])
+@pytest.mark.parametrize("chunk", [8, -1])
+def test_same_output_with_every_switch(folder, expected, overlap, jump, chunk):
+    with Runtime(
+        folder, dtype="float32", overlap=overlap, jump_forward=jump, chunk_size=chunk, kv_capacity=4000
+    ) as runtime:
+        free = {"max_new_tokens": 30, "temperature": 0, "ignore_eos": True}
+        replies = runtime.generate([*PROMPTS, *PROMPTS], [params()] * 4 + [free] * 4)
+        assert [r["output_ids"] for r in replies[:4]] == expected
+        alone = [runtime.generate(p, free)["output_ids"] for p in PROMPTS]
+        assert [r["output_ids"] for r in replies[4:]] == alone
+        assert all(re.fullmatch(REGEX, r["text"]) for r in replies[:4])
+        assert (replies[0]["meta_info"]["forced_tokens"] > 0) == jump
+        runtime._engine.call(runtime.scheduler.check)
+
+
+def test_retraction_keeps_the_place_in_the_grammar(folder, expected):
+    with Runtime(folder, dtype="float32", kv_capacity=160, overlap=True) as runtime:
+        runtime.scheduler.reserve_ratio = 0.0
+        replies = runtime.generate(PROMPTS, params())
+        assert [r["output_ids"] for r in replies] == expected
+        runtime._engine.call(runtime.scheduler.check)
+
+
+def test_forced_tokens_save_steps(folder):
+    steps = {}
+    for jump in (False, True):
+        with Runtime(folder, dtype="float32", jump_forward=jump, kv_capacity=4000) as runtime:
+            runtime.generate(PROMPTS, params())
+            steps[jump] = runtime.stats()["steps"]
+    assert steps[False] >= 2.5 * steps[True]
+
+
+def test_json_schema_gives_json(runtime):
+    reply = runtime.generate("data: ", {"json_schema": SCHEMA, "max_new_tokens": 80, "seed": 1})
+    value = json.loads(reply["text"])
+    assert set(value) == {"title", "count"} and 0 <= value["count"] <= 99
+    assert reply["meta_info"]["finish_reason"]["type"] == "stop"
+
+
+def test_n_and_seeds(runtime):
+    replies = runtime.generate("data: ", params(temperature=1.0, seed=4, n=3))
+    assert all(re.fullmatch(REGEX, t) for t in texts(replies)) and len(set(texts(replies))) > 1
+    assert texts(runtime.generate("data: ", params(temperature=1.0, seed=4, n=3))) == texts(replies)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 7, 15, 40])
+def test_the_limit_counts_forced_tokens(runtime, expected, limit):
+    reply = runtime.generate(PROMPTS[0], params(max_new_tokens=limit))
+    assert reply["output_ids"] == expected[0][:limit]
+    assert reply["meta_info"]["finish_reason"] == {"type": "length"}
+
+
+@pytest.mark.parametrize("stop", ["me", '"house', "{"])
+def test_a_stop_string_inside_forced_text(runtime, expected, stop):
+    whole = runtime.tokenizer.decode(expected[0])
+    reply = runtime.generate(PROMPTS[0], params(stop=stop))
+    assert reply["text"] == whole[: whole.index(stop)]
+    assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    runtime._engine.call(runtime.scheduler.check)
+
+
+def test_streaming_joins_to_the_same_text(runtime, expected):
+    chunks = list(runtime.generate(PROMPTS[1], params(), stream=True))
+    assert "".join(c["delta"] for c in chunks) == runtime.tokenizer.decode(expected[1])
+
+
+def test_logprobs_of_a_constrained_request(runtime, expected):
+    reply = runtime.generate(PROMPTS[0], params(), return_logprob=True)
+    assert reply["output_ids"] == expected[0]
+    assert len(reply["meta_info"]["output_token_logprobs"]) == len(expected[0])
+
+
+def test_penalties_see_forced_tokens(folder):
+    outputs = []
+    for jump in (False, True):
+        with Runtime(folder, dtype="float32", jump_forward=jump, kv_capacity=4000) as runtime:
+            outputs.append(runtime.generate(PROMPTS[0], params(frequency_penalty=1.5))["output_ids"])
+    assert outputs[0] == outputs[1]
+
+
+def test_eos_ends_a_constrained_output_even_when_it_is_to_be_ignored(runtime):
+    reply = runtime.generate("x", {"regex": "[ab]{3}", "ignore_eos": True, "max_new_tokens": 20})
+    assert re.fullmatch("[ab]{3}", reply["text"])
+
+
+@pytest.mark.parametrize(
+    ("bad", "names"),
+    [
+        ({"regex": "(?=a)b"}, "look"),
+        ({"regex": "[a"}, "regex|pattern|class|bracket|unterminated"),
+        ({"json_schema": {"type": "string", "contentEncoding2": 1, "unevaluatedItems": False}}, "unevaluatedItems"),
+        ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 4}}, "."),
+        ({"ebnf": 'root ::= "a"'}, "ebnf"),
+        ({"structural_tag": {"type": "x"}}, "structural_tag"),
+    ],
+)
+def test_a_grammar_that_cannot_be_is_its_callers_error(runtime, bad, names):
+    with pytest.raises(ValueError, match=names):
+        runtime.generate("x", bad)
+    assert runtime.stats()["running"] == 0
+    assert runtime.generate("x", {"regex": "ok", "max_new_tokens": 5})["text"] == "ok"
+
+
+def test_default_model_text_is_the_same_with_and_without_jump(default_model_folder):
+    prompts = ["Describe Paris as JSON: ", "Ein Zauberer: "]
+    got = []
+    for jump in (False, True):
+        with Runtime(dtype="float32", jump_forward=jump, kv_capacity=4000) as runtime:
+            schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 20},
+                      "名前": {"enum": ["東京", "😀 ok", "plain"]}}, "required": ["name", "名前"]}  # fmt: skip
+            replies = runtime.generate(prompts, {"json_schema": schema, "max_new_tokens": 300, "temperature": 0})
+            replies += runtime.generate(prompts, params(max_new_tokens=100))
+            got.append([r["output_ids"] for r in replies])
+            for reply in replies[:2]:
+                json.loads(reply["text"])
+    assert got[0] == got[1]
