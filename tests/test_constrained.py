@@ -158,7 +158,7 @@ def test_default_model_text_is_the_same_with_and_without_jump(default_model_fold
     for jump in (False, True):
         with Runtime(dtype="float32", jump_forward=jump, kv_capacity=4000) as runtime:
             schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 20},
-                      "名前": {"enum": ["東京", "😀 ok", "plain"]}}, "required": ["name", "名前"]}  # fmt: skip
+                      "名前": {"enum": ["東京", "😀 ok", "plain"]}}, "required": ["name", "名前"], "additionalProperties": False}  # fmt: skip
             replies = runtime.generate(prompts, {"json_schema": schema, "max_new_tokens": 300, "temperature": 0})
             replies += runtime.generate(prompts, params(max_new_tokens=100))
             got.append([r["output_ids"] for r in replies])
