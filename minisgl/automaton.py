@@ -21,7 +21,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from .expressions import Algebra, GrammarError, Node
+from .expressions import Algebra, GrammarError, Node, UnsupportedGrammar
 
 DEAD, START = 0, 1
 MAX_FORCED = 4096  # bytes in one compressed edge: a{100000} is forced, but nobody needs it in one piece
@@ -57,7 +57,7 @@ class Automaton:
         if state is None:
             state = self._numbers[node] = len(self.nodes)
             if state > self.max_states:
-                raise GrammarError(f"the grammar is too big: more than {self.max_states} automaton states")
+                raise UnsupportedGrammar(f"the grammar is too big: more than {self.max_states} automaton states")
             if state == len(self.table):
                 self._grow()
             self.nodes.append(node)

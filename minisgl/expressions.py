@@ -37,6 +37,10 @@ class GrammarError(ValueError):
     """A grammar that can't be compiled: malformed, unsupported (the construct is named), empty, or too big."""
 
 
+class UnsupportedGrammar(GrammarError):
+    """A well-formed grammar that uses something this engine doesn't do (another one may)."""
+
+
 class Budget:
     """How much work one grammar may cause; shared by everything that is made for it.
 
@@ -68,13 +72,13 @@ class Budget:
         """Count one node. Raises GrammarError when the grammar has had its share."""
         self.made += 1
         if self.made > self.nodes:
-            raise GrammarError(f"the grammar is too big: more than {self.nodes} automaton nodes")
+            raise UnsupportedGrammar(f"the grammar is too big: more than {self.nodes} automaton nodes")
         if not self.made & 63:
             self.check_time()
 
     def check_time(self) -> None:
         if time.monotonic() > self._deadline:
-            raise GrammarError(f"the grammar takes longer than {self.seconds:g} s to work out")
+            raise UnsupportedGrammar(f"the grammar takes longer than {self.seconds:g} s to work out")
 
 
 class Node:

@@ -23,7 +23,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from .expressions import GrammarError
+from .expressions import GrammarError, UnsupportedGrammar
 from .json_formats import FORMATS, UNSUPPORTED_FORMATS
 from .json_source import Document, Located
 from .json_values import (
@@ -63,7 +63,8 @@ REFUSED = (
 
 
 def refuse(keyword: str, why: str = "is not supported") -> GrammarError:
-    return GrammarError(f"json_schema: {keyword} {why}")
+    kind = UnsupportedGrammar if "not supported" in why else GrammarError
+    return kind(f"json_schema: {keyword} {why}")
 
 
 def all_but(*types: type) -> Values:

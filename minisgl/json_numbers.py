@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from .expressions import Algebra, Arms, GrammarError, Node
+from .expressions import Algebra, Arms, Node, UnsupportedGrammar
 from .json_values import Number
 
 _DIGITS = [1 << (0x30 + digit) for digit in range(10)]
@@ -76,13 +76,13 @@ class _Numbers:
             return self.algebra.words(fitting)
         for bound in (number.low, number.high):
             if bound is not None and len(str(int(bound))) + len(_fraction_digits(bound)) > MAX_DIGITS:
-                raise GrammarError("json_schema: minimum or maximum with that many digits is not supported")
+                raise UnsupportedGrammar("json_schema: minimum or maximum with that many digits is not supported")
         integers = self.integers(number) if number.integer is not False else self.algebra.EMPTY
         whole_only = any(divisor.denominator == 1 and sign for divisor, sign in number.multiples)
         if number.integer is True or whole_only:
             return integers
         if number.multiples:
-            raise GrammarError("json_schema: multipleOf for numbers that aren't integers is not supported")
+            raise UnsupportedGrammar("json_schema: multipleOf for numbers that aren't integers is not supported")
         if number.integer is None and number.low is None and number.high is None:
             return self.any_number()
         return self.algebra.alt([integers, self.decimals(number)])
@@ -107,7 +107,7 @@ class _Numbers:
             modulus = divisor.numerator
             limit = MAX_DIVISOR if (low is None or low <= 0) and high is None else MAX_BOUNDED_DIVISOR
             if modulus > limit:
-                raise GrammarError(f"json_schema: multipleOf above {limit} is not supported here")
+                raise UnsupportedGrammar(f"json_schema: multipleOf above {limit} is not supported here")
             optional_minus = self.algebra.repeat(self.minus, 0, 1)
             multiple = self.algebra.concat(optional_minus, _residue(self.algebra, modulus, 0))
             found = self.algebra.both(found, multiple) if sign else self.algebra.without(found, multiple)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from .expressions import Algebra, GrammarError, Node
+from .expressions import Algebra, GrammarError, Node, UnsupportedGrammar
 from .json_keywords import (
     ARRAY_WORDS,
     OBJECT_WORDS,
@@ -110,7 +110,7 @@ class _Compiler:
     def check_size(self, count: int) -> None:
         self.algebra.budget.check_time()
         if count > MAX_ALTERNATIVES:
-            raise GrammarError(f"json_schema is too big: a schema with over {MAX_ALTERNATIVES} alternatives")
+            raise UnsupportedGrammar(f"json_schema is too big: a schema with over {MAX_ALTERNATIVES} alternatives")
 
     def own(self, place: Located) -> Values:
         """The values of one schema."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, Union
 from urllib.parse import unquote, urldefrag, urljoin
 
-from .expressions import GrammarError
+from .expressions import GrammarError, UnsupportedGrammar
 
 Schema = dict[str, Any] | bool
 
@@ -172,7 +172,7 @@ class Document:
             raise GrammarError("json_schema: $ref must be a string")
         uri, fragment = urldefrag(urljoin(base, reference))
         if uri not in self._resources:
-            raise GrammarError(f"json_schema: $ref {reference!r} leads out of the schema, which is not supported")
+            raise UnsupportedGrammar(f"json_schema: $ref {reference!r} leads out of the schema, which is not supported")
         schema, at = self._resources[uri]
         if not fragment:
             return self.at(schema, at)

@@ -20,7 +20,7 @@ from functools import lru_cache
 from itertools import product
 
 from .charsets import EVERY, JSON, UTF8, any_text, characters, single
-from .expressions import Algebra, GrammarError, Node
+from .expressions import Algebra, GrammarError, Node, UnsupportedGrammar
 from .json_formats import FORMATS, LONGEST
 from .json_numbers import number_language
 from .json_values import All, Array, Boolean, Null, Number, Object, String, Value, together
@@ -181,7 +181,7 @@ class Writer:
             if (high is None or index < high) and not has_value(value.item(index)):
                 high = index
         if value.unique and (high is None or high > 1):
-            raise GrammarError("json_schema: uniqueItems is not supported")
+            raise UnsupportedGrammar("json_schema: uniqueItems is not supported")
         return high
 
     # ---- objects
@@ -286,7 +286,7 @@ class Writer:
         algebra = self.algebra
         patterns = list(dict.fromkeys(pattern for rule in value.rules for pattern, _ in rule.patterns))
         if len(patterns) > MAX_PATTERNS:
-            raise GrammarError(f"json_schema: more than {MAX_PATTERNS} patternProperties are not supported")
+            raise UnsupportedGrammar(f"json_schema: more than {MAX_PATTERNS} patternProperties are not supported")
         mark = algebra.literal(b'"')
         found = []
         for signs in product((True, False), repeat=len(patterns)):
@@ -348,7 +348,7 @@ class Writer:
             return False
         if any(has_value(places) for _, places in others):
             if value.low > required + 1:
-                raise GrammarError(
+                raise UnsupportedGrammar(
                     "json_schema: minProperties is only supported where at most one member that isn't required "
                     "can be missing (other names might be repeated)"
                 )

@@ -392,13 +392,14 @@ class SglFunction:
         return self.run(*args, **kwargs)
 
     def trace(self, *args: Any, backend: Any = None, **kwargs: Any) -> Any:
-        """The program's dataflow graph (`trace.Graph`); arguments that are not given become Argument nodes.
+        """The program's dataflow graph (`graph.Graph`); arguments that are not given become Argument nodes.
 
+        backend: as in SGLang's signature; a graph is the same for all backends.
         Raises TraceError, naming the line, where Python control flow depends on an argument or a generated value.
         """
         from .trace import trace_program
 
-        return trace_program(self, args, kwargs, chat=as_backend(backend).render() if backend else None)
+        return trace_program(self, args, kwargs)
 
     def compile(self, backend: Any = None, *, reorder: bool = False) -> Any:
         """The program as a graph that runs without its Python (`compile.CompiledProgram`).

@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import groupby
 
 from .charsets import EVERY, UTF8, Ranges, any_text, characters, class_ranges, invert
-from .expressions import Algebra, GrammarError, Literal, Node
+from .expressions import Algebra, Literal, Node, UnsupportedGrammar
 from .regex_parse import Anchor, Chars, Choice, Repetition, Sequence, Tree
 
 _OUTSIDE, _WORD, _OTHER, _LAST_NEWLINE = "outside", "word", "other", "last newline"
@@ -108,7 +108,7 @@ class _Compiler:
         if isinstance(tree, Repetition) and tree.high == 1:
             empty, node = self.anchored(tree.body, left, right)
             return empty or tree.low == 0, node
-        raise GrammarError("regex: an anchor inside a repetition is not supported")
+        raise UnsupportedGrammar("regex: an anchor inside a repetition is not supported")
 
     def sequence(self, items: tuple[Tree, ...], left: str, right: str) -> tuple[bool, Node]:
         if not items:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 import regex
 
 from .charsets import EVERY, Ranges, class_ranges, ignore_case, intersect, invert, make_ranges, single, union
-from .expressions import GrammarError
+from .expressions import GrammarError, UnsupportedGrammar
 
 PYTHON, AGREED, GENEROUS = "python", "agreed", "generous"
 MAX_REPEAT = 1_000_000
@@ -148,7 +148,7 @@ class _Parser:
         return GrammarError(f"regex {self.pattern[:80]!r} {problem} (position {self.at})")
 
     def refuse(self, construct: str) -> GrammarError:
-        return GrammarError(f"regex {self.pattern[:80]!r} uses {construct}, which is not supported")
+        return UnsupportedGrammar(f"regex {self.pattern[:80]!r} uses {construct}, which is not supported")
 
     # ---- structure
 

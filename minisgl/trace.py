@@ -85,8 +85,8 @@ class Placeholder(str):
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TraceError(
-            f"{_line()}: the program's Python depends on the value of {self._origin.what}, which is known only when it runs; "
-            "a traced or compiled program can only put it into text"
+            f"{_line()}: the program's Python depends on the value of {self._origin.what}, which is known only when "
+            "it runs; a traced or compiled program can only put it into text"
         )
 
     def __getitem__(self, key: Any) -> Any:
@@ -310,7 +310,7 @@ class TracerForkGroup(ForkGroup):
                 parent.lists[name] = [tracer.variable(s.lane, name) for s in self.states]
 
 
-def trace_program(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], chat: Render | None = None) -> Graph:
+def trace_program(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
     """The graph of a program; arguments that are not given become Argument nodes."""
     tracer = Tracer()
     state = tracer.run(function, args, kwargs)

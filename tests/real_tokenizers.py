@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 import json
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
@@ -88,7 +88,7 @@ class PieceTokenizer(BaseTokenizer):
         return np.array(self._model.encode(text), dtype=np.int32)
 
 
-@lru_cache(maxsize=None)
+@cache
 def load(name: str) -> BaseTokenizer:
     package, file = _FILES[name]
     spec = importlib.util.find_spec(package)

@@ -6,6 +6,7 @@ Written in a short notation, one entity a line: `name field:type field?:type ...
             hostname ipv4 ipv6 duration any  a|b (enum)  [type] [type](1..5) {type} (map)  @entity  type! (or null)
 """
 
+# ruff: noqa: E501
 from __future__ import annotations
 
 import re

@@ -99,7 +99,7 @@ def test_several_outputs(hosted):
 
 
 def test_a_program_without_roles_is_one_user_message(hosted):
-    name, serve, make = hosted
+    _name, serve, make = hosted
     with serve(" 4") as server:
         f = sgl.function(lambda s: s.__iadd__("2+2=" + sgl.gen("a") + " and 3+3=" + sgl.gen("b")))
         assert f.run(backend=make(server)).text() == "2+2= 4 and 3+3= 4"
@@ -170,7 +170,7 @@ def test_what_the_api_has_not_is_refused_by_name(hosted):
 
 
 def test_images(hosted, tmp_path):
-    name, serve, make = hosted
+    _name, serve, make = hosted
     (tmp_path / "a.png").write_bytes(PNG)
     with serve("a cat") as server:
         f = sgl.function(
@@ -320,7 +320,10 @@ def test_endpoint_generates_streams_and_returns_n_outputs():
 
 def test_endpoint_uses_the_servers_chat_template():
     with FakeServer(sglang_api, "hi") as server:
-        server.template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+        server.template = (
+            "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+            "{% if add_generation_prompt %}[assistant]{% endif %}"
+        )
         f = sgl.function(lambda s: s.__iadd__(sgl.user("q") + sgl.assistant(sgl.gen("a"))))
         assert f.run(backend=endpoint(server)).text() == "<s>[user]q[assistant]hi"
 

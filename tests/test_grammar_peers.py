@@ -124,7 +124,8 @@ def compare(tokens: TokenGrammar, peer, rng: random.Random, certain_is_canonical
     for _ in range(14):
         ours, theirs = unpack(tokens.mask(state), tokens.vocab_size), peer.mask()
         ours[list(tokens.tokenizer.special_ids - tokens.stop_ids)] = False
-        differ = np.flatnonzero(theirs & ~ours if certain_is_canonical and tokens.grammar.forced(spelt) else ours ^ theirs)
+        one_sided = certain_is_canonical and tokens.grammar.forced(spelt)
+        differ = np.flatnonzero(theirs & ~ours if one_sided else ours ^ theirs)
         shown = [(tokens.tokenizer.token_bytes(int(i)), bool(ours[i])) for i in differ[:6]]
         assert not shown, f"after {spelt!r}: (token, do we allow it) {shown}"
         token = int(rng.choice(np.flatnonzero(ours & theirs)))

@@ -18,7 +18,7 @@ def program(f):
     return sgl.function(f)
 
 
-# ---- names, gen, select ----------------------------------------------------------------------------------------------
+# ---- names, gen, select -----
 
 
 def test_every_public_name_is_importable():
@@ -168,7 +168,7 @@ def test_separate_reasoning():
     assert state.messages()[-1] == {"role": "assistant", "content": "So: 42"}
 
 
-# ---- SglFunction -----------------------------------------------------------------------------------------------------
+# ---- SglFunction -----
 
 
 def test_run_returns_a_state_with_the_return_value():
@@ -335,7 +335,7 @@ def test_prefix_precompute_runs_the_body_only_up_to_what_is_not_constant():
     assert f.cache(ScriptedBackend()) == "constant " and not calls
 
 
-# ---- ProgramState ----------------------------------------------------------------------------------------------------
+# ---- ProgramState -----
 
 
 def test_gen_does_not_block_and_reading_does():
@@ -437,7 +437,7 @@ def test_var_scope_and_copy():
     assert state["v"] == "bokc" and state.text() == "abokcd" and "y" not in state
 
 
-# ---- forks -----------------------------------------------------------------------------------------------------------
+# ---- forks -----
 
 
 def test_fork_group_and_both_joins():
@@ -448,7 +448,7 @@ def test_fork_group_and_both_joins():
         s += "p"
         s["mine"] = 1
         group = s.fork(3)
-        assert len(group) == 3 and list(group)[0] is group[0]
+        assert len(group) == 3 and next(iter(group)) is group[0]
         group += "q"
         group += ["a", "b", "c"]
         group += lambda i: str(i)
@@ -557,7 +557,7 @@ def test_a_fork_waits_for_nothing_and_children_see_the_parents_pending_variables
     assert f.run(backend=backend).text() == "A"
 
 
-# ---- n > 1, streaming -------------------------------------------------------------------------------------------------
+# ---- n > 1, streaming -----
 
 
 def test_gen_n_greater_one():
@@ -637,7 +637,7 @@ def test_text_iter_stuck_on_choices():
     assert state.text() == "I like apple because it is red"
 
 
-# ---- known defects of the original ------------------------------------------------------------------------------------
+# ---- known defects of the original -----
 
 
 def test_repetition_penalty_is_not_ignored():

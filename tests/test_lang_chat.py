@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 import minisgl as sgl
@@ -57,7 +59,7 @@ def test_the_text_is_what_the_template_gives(name, system, generated):
     prompts = [job.prompt for job in backend.jobs]
     for i, prompt in enumerate(prompts):  # every prompt is the template's, with the generation prompt
         assert prompt.templated and prompt.text == render(prompt.messages, True), i
-    for earlier, later in zip(prompts, prompts[1:]):
+    for earlier, later in itertools.pairwise(prompts):
         assert later.text.startswith(earlier.text)
 
 

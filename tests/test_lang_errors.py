@@ -1,4 +1,4 @@
-"""Errors and interrupts of the language: they reach whoever waits, with their traceback, within a second; nothing hangs."""
+"""Errors and interrupts of the language: they reach whoever waits, with their traceback, within a second."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import json
 import signal
 import threading
@@ -51,7 +52,7 @@ def idle(runtime, seconds=1.0):
     return False
 
 
-# ---- prefixes --------------------------------------------------------------------------------------------------------
+# ---- prefixes -----
 
 
 @sgl.function
@@ -73,7 +74,7 @@ def test_multi_turn_chat_hits_everything_but_the_new_turn(runtime):
     metas = [state.get_meta_info(f"a{i}") for i in range(8)]
     first = tokenizer.chat_ids(state.messages()[:2])
     assert metas[0]["prompt_tokens"] == len(first)  # and so no second BOS
-    for before, meta in zip(metas, metas[1:]):
+    for before, meta in itertools.pairwise(metas):
         assert meta["cached_tokens"] >= before["prompt_tokens"] + before["completion_tokens"] - 1
 
 
@@ -217,6 +218,13 @@ def test_select_equals_the_formula_with_transformers_logprobs(runtime, default_m
     assert merged >= 5  # prompts whose last token merges with a choice
 
 
+def test_a_select_at_the_very_beginning_is_scored_behind_bos(tiny):
+    f = sgl.function(lambda s: s.__iadd__(sgl.select("c", choices=["ab", "c"]) + sgl.gen("a", max_tokens=2)))
+    state = f.run(backend=tiny, ignore_eos=True)
+    assert [len(row) for row in state.get_meta_info("c")["input_token_logprobs"]] == [2, 1]
+    assert state.text() == state["c"] + state["a"]
+
+
 def test_unconditional_select(runtime):
     @sgl.function
     def f(s):
@@ -227,7 +235,7 @@ def test_unconditional_select(runtime):
     assert f.run(backend=runtime)["c"] == " cold"
 
 
-# ---- the programs of the documentation ----------------------------------------------------------------------------------
+# ---- the programs of the documentation -----
 
 
 @sgl.function
@@ -312,7 +320,7 @@ def test_json_extraction(runtime):
     assert [state.ret_value for state in states] == [{"name": "Ann", "age": 25}, {"name": "Mary", "age": 40}]
 
 
-# ---- generation ------------------------------------------------------------------------------------------------------
+# ---- generation -----
 
 
 def test_n_outputs_streams_and_meta(tiny):
@@ -358,7 +366,7 @@ def test_precompute_and_server_info(tiny):
     assert info["max_running_requests"] == 8 and info["requests"] > 0 and "Runtime" in repr(as_backend(tiny))
 
 
-# ---- errors: they surface at once and the engine has nothing locked -----------------------------------------------------
+# ---- errors: they surface at once and the engine has nothing locked -----
 
 
 class Broken(Exception):
@@ -455,7 +463,7 @@ def test_the_language_keeps_no_runtime_alive(tiny_folder):
     raise AssertionError("still referenced")
 
 
-# ---- notebooks -------------------------------------------------------------------------------------------------------
+# ---- notebooks -----
 
 
 def test_nest_asyncio_uvloop(tiny_folder):

@@ -117,7 +117,7 @@ def test_data_dependent_control_flow_is_refused_naming_the_line(name):
 def test_values_of_run_time_may_stand_anywhere_in_text():
     @sgl.function
     def f(s, x, y):
-        s += f"{x}-{y}" + "{}".format(x) + "%s" % y + "".join([x, "!", y])  # noqa: UP030, UP031, UP032
+        s += f"{x}-{y}" + "{}".format(x) + "%s" % y + "".join([x, "!", y])  # noqa: UP031, UP032
         s += sgl.gen("a", stop=x, regex="(" + y + ")*")
         s += s["a"] + sgl.select("c", choices=[x, y + "1"]) + y["k"] if False else sgl.gen("b")
         s["d"] = x

@@ -325,8 +325,8 @@ class Dispatcher:
             texts = [text for _, texts, flag in parts if flag == add for text in texts]
             encoded[add] = iter(tokenizer.encode_batch(texts, add_special_tokens=add) if texts else ())
         rows = [[[*known, *next(encoded[add]).tolist()] for _ in texts] for known, texts, add in parts]
-        if tokenizer.bos_id is not None:
-            rows = [[row or [tokenizer.bos_id] for row in group] for group in rows]
+        if tokenizer.bos_id is not None:  # an empty prompt: begin as a text does
+            rows = [group if group[0] else [[tokenizer.bos_id, *row] for row in group] for group in rows]
         for group in rows:
             if not group[0] and len(group) == 1:
                 raise ValueError("the prompt is empty and the model has no BOS token to start from")
