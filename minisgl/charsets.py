@@ -68,9 +68,7 @@ def invert(ranges: Ranges) -> Ranges:
 
 @lru_cache(maxsize=4096)
 def intersect(first: Ranges, second: Ranges) -> Ranges:
-    return make_ranges(
-        (max(a, c), min(b, d)) for a, b in first for c, d in _overlapping(second, a, b)
-    )
+    return make_ranges((max(a, c), min(b, d)) for a, b in first for c, d in _overlapping(second, a, b))
 
 
 def single(character: str) -> Ranges:
@@ -126,9 +124,7 @@ def _cased_text() -> str:
 @lru_cache(maxsize=4096)
 def ignore_case(ranges: Ranges, ascii_only: bool = False) -> Ranges:
     """The set under `re.IGNORECASE`, asked of `re` itself for the characters that have case."""
-    inside = "".join(
-        f"\\U{low:08x}-\\U{high:08x}" for low, high in ranges
-    )
+    inside = "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in ranges)
     if not inside:
         return ranges
     compiled = re.compile(f"[{inside}]", re.IGNORECASE | (re.ASCII if ascii_only else 0))
@@ -203,9 +199,7 @@ _Pieces = list[tuple[int, int, Node]]
 
 def _utf8_arms(algebra: Algebra, ranges: Ranges) -> dict[Node, int]:
     arms: dict[Node, int] = {}
-    ascii_bits = sum(
-        (1 << (min(high, 0x7F) + 1)) - (1 << low) for low, high in _overlapping(ranges, 0, 0x7F)
-    )
+    ascii_bits = sum((1 << (min(high, 0x7F) + 1)) - (1 << low) for low, high in _overlapping(ranges, 0, 0x7F))
     if ascii_bits:
         arms[algebra.EPSILON] = ascii_bits
     for count, lead, first, last in (
@@ -214,8 +208,7 @@ def _utf8_arms(algebra: Algebra, ranges: Ranges) -> dict[Node, int]:
         (3, 0xF0, 0x10000, 0x10FFFF),
     ):
         pieces = [
-            (max(low, first), min(high, last), algebra.EPSILON)
-            for low, high in _overlapping(ranges, first, last)
+            (max(low, first), min(high, last), algebra.EPSILON) for low, high in _overlapping(ranges, first, last)
         ]
         leads = [_BYTE[lead + digit] for digit in range(0x20 if count == 1 else 0x10 if count == 2 else 5)]
         for node, bits in _digit_arms(algebra, pieces, count, leads, _CONTINUATION).items():
@@ -225,9 +218,7 @@ def _utf8_arms(algebra: Algebra, ranges: Ranges) -> dict[Node, int]:
 
 def _hex_escapes(algebra: Algebra, ranges: Ranges) -> Node:
     """What may follow `\\u`: four digits, or the digits of a surrogate pair with another `\\u` between."""
-    pieces: _Pieces = [
-        (low, min(high, 0xFFFF), algebra.EPSILON) for low, high in _overlapping(ranges, 0, 0xFFFF)
-    ]
+    pieces: _Pieces = [(low, min(high, 0xFFFF), algebra.EPSILON) for low, high in _overlapping(ranges, 0, 0xFFFF)]
     lows: dict[int, list[tuple[int, int]]] = {}  # high surrogate -> its low surrogates, where not all
     for low, high in _overlapping(ranges, 0x10000, sys.maxunicode):
         low, high = max(low, 0x10000) - 0x10000, high - 0x10000
@@ -249,9 +240,7 @@ def _low_surrogate(algebra: Algebra, spans: list[tuple[int, int]]) -> Node:
     return algebra.concat(algebra.literal(b"\\u"), digits)
 
 
-def _digit_arms(
-    algebra: Algebra, pieces: _Pieces, more: int, symbols: list[int], later: list[int]
-) -> dict[Node, int]:
+def _digit_arms(algebra: Algebra, pieces: _Pieces, more: int, symbols: list[int], later: list[int]) -> dict[Node, int]:
     """Arms that read a number, most significant digit first (then `more` digits), and go on at the node of the
     piece (low, high, node) that has it. `symbols[d]`: the byte set that spells the first digit d; `later`:
     those of the other digits, which give their base."""

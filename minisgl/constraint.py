@@ -40,6 +40,7 @@ class Constraint:
     def __init__(self, grammar: TokenGrammar, jump: bool):
         self.grammar, self.jump = grammar, jump
         self.state: int = grammar.start
+        self.failure: Exception | None = None  # why there was no mask, see `masks`
         self._certain: list[int] = self._find()  # tokens that must come next, nearest first
 
     def _find(self) -> list[int]:
@@ -76,11 +77,17 @@ def masks(constraints: Sequence[Constraint | None], vocab_size: int) -> np.ndarr
     """(rows, ceil(vocab_size / 32)) int32 of packed bits; a row without a constraint allows everything.
 
     Tokens that the model has and the tokenizer has not (padding of the vocabulary) are never legal.
+    A mask that cannot be made (its grammar is past its budget) is one request's problem: it is noted as the
+    constraint's `failure`, and what is sampled for that row must not be used.
     """
     packed = np.full((len(constraints), -(-vocab_size // 32)), -1, np.int32)
     for row, constraint in zip(packed, constraints):
         if constraint is not None:
-            words = constraint.mask().view(np.int32)
+            try:
+                words = constraint.mask().view(np.int32)
+            except Exception as error:
+                constraint.failure = error
+                continue
             row[: len(words)] = words
             row[len(words) :] = 0
     return packed

@@ -231,6 +231,8 @@ class Engine:
                 chosen, top = logprobs[index]
                 value = chosen, top[: request.top_logprobs]
             try:
+                if request.constraint is not None and request.constraint.failure is not None:
+                    raise request.constraint.failure
                 matched = request.sink.token(token, value)
                 if matched is None and request.constraint is not None and request.status is not Status.FINISHED:
                     request.constraint.advance(token)
@@ -255,7 +257,12 @@ class Engine:
         if tokens:
             fitted = self.scheduler.force(request, tokens, launched.batch if launched is not None else None)
             self.runner.count_forced(request, tokens[:fitted])
+            outputs = self.scheduler.output_len(request) - fitted
             for i, token in enumerate(tokens[:fitted]):
+                if _is_stop(request, token, outputs + i + 1):
+                    self.scheduler.unforce(request, fitted - i - 1)
+                    self._stop_at(request, token)
+                    return None
                 constraint.advance(token)
                 matched = request.sink.token(token)
                 if matched is not None:
@@ -278,8 +285,13 @@ class Engine:
             self._live[request.rid] = request
             try:
                 self.scheduler.add(request)
-                self._jump_at_start(request)
             except ValueError as error:
+                self._fail(request, error)
+                continue
+            try:
+                self._jump_at_start(request)
+            except Exception as error:  # as in `_deliver`
+                self.scheduler.abort(request, str(error))
                 self._fail(request, error)
 
     def _jump_at_start(self, request: Request) -> None:
@@ -290,15 +302,23 @@ class Engine:
         room = request.max_len - request.prompt_len - 1  # at least one token is left to sample
         tokens = constraint.forced()[: max(room, 0)]
         for i, token in enumerate(tokens, start=1):
+            request.tokens = np.concatenate([request.prompt, np.array(tokens[:i], np.int32)])
+            request.forced_tokens = i
+            if _is_stop(request, token, i):
+                self._stop_at(request, token)
+                return
             constraint.advance(token)
             matched = request.sink.token(token)
             if matched is not None:
-                request.tokens = np.concatenate([request.prompt, np.array(tokens[:i], np.int32)])
                 self.scheduler.finish(request, {"type": "stop", "matched": matched})
                 self._ended(request)
                 return
-        request.tokens = np.concatenate([request.prompt, np.array(tokens, np.int32)])
-        request.forced_tokens = len(tokens)
+
+    def _stop_at(self, request: Request, token: int) -> None:
+        """End a request by its last token, which was forced and is one of its stop ids."""
+        self.scheduler.finish(request, {"type": "stop", "matched": token})
+        request.sink.token(token)
+        self._ended(request)
 
     def _abort(self, requests: list[Request], message: str) -> None:
         for request in requests:
@@ -358,3 +378,8 @@ class Engine:
             failed = EngineError(f"the engine failed: {type(error).__name__}: {error}")
             failed.__cause__ = error
         return failed
+
+
+def _is_stop(request: Request, token: int, outputs: int) -> bool:
+    """Whether a token, the request's `outputs`-th, ends it by its id: `Scheduler.commit`'s rule."""
+    return token in request.stop_ids and outputs > request.params.min_new_tokens

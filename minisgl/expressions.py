@@ -412,8 +412,7 @@ class Algebra:
             by_head.setdefault(head, []).append(tail)
         if len(by_head) < len(options):
             options = [
-                self._concat(head, tails[0] if len(tails) == 1 else self.alt(tails))
-                for head, tails in by_head.items()
+                self._concat(head, tails[0] if len(tails) == 1 else self.alt(tails)) for head, tails in by_head.items()
             ]
         counters: dict[tuple[Node, Node], list[Repeat]] = {}
         result = []

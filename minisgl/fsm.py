@@ -63,9 +63,7 @@ class Grammar:
             return cls(algebra, full_match(algebra, parse(pattern), UTF8), pattern)
 
     @classmethod
-    def from_json_schema(
-        cls, schema: Any, *, whitespace: str | None = None, budget: Budget | None = None
-    ) -> Grammar:
+    def from_json_schema(cls, schema: Any, *, whitespace: str | None = None, budget: Budget | None = None) -> Grammar:
         """The JSON texts of the values that `schema` allows; see `json_schema` for what is supported and how
         values are written.
 

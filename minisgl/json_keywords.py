@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 from .expressions import GrammarError, UnsupportedGrammar
@@ -189,7 +190,7 @@ def none_of(keyword: str, values: list[Any]) -> Values:
     rest += [] if any(value is None for value in values) else [Null()]
     numbers = {exact(keyword, v) for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)}
     edges = [None, *sorted(numbers), None]
-    for low, high in zip(edges, edges[1:]):
+    for low, high in pairwise(edges):
         rest.append(Number(None, low, low is not None, high, high is not None))
     if any(isinstance(value, (list, dict)) for value in values):
         raise refuse("not", f"of {keyword} with arrays or objects is not supported")

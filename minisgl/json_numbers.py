@@ -165,12 +165,8 @@ class _Numbers:
         sign = algebra.byte_set(1 << ord("+") | 1 << ord("-"))
         # up to e+-299: larger ones overflow float64 to infinity
         power = algebra.alt([self.digits(1, 2), algebra.concat(self.between(1, 2), self.digits(2, 2))])
-        exponent = algebra.concat(
-            algebra.byte_set(1 << ord("e") | 1 << ord("E")), algebra.repeat(sign, 0, 1), power
-        )
-        return algebra.concat(
-            self.signed(None, None), algebra.repeat(fraction, 0, 1), algebra.repeat(exponent, 0, 1)
-        )
+        exponent = algebra.concat(algebra.byte_set(1 << ord("e") | 1 << ord("E")), algebra.repeat(sign, 0, 1), power)
+        return algebra.concat(self.signed(None, None), algebra.repeat(fraction, 0, 1), algebra.repeat(exponent, 0, 1))
 
     def decimals(self, number: Number) -> Node:
         """Numbers with a decimal point within the bounds; when integer is False, whose value isn't whole."""

@@ -15,8 +15,8 @@ Three steps, each simple because of the one before:
 
 How values are written: declared properties in declared order, then the required ones that aren't declared, then
 others; integers without fraction or exponent, bounded numbers without exponent; names, constants and formats
-without needless escapes (or as `json.dumps` escapes them); free strings with any. Everything accepted is valid; a valid value in another spelling
-(another order of declared keys, 1.0 for an integer) is not accepted.
+without needless escapes (or as `json.dumps` escapes them); free strings with any. Everything accepted is valid; a
+valid value in another spelling (another order of declared keys, 1.0 for an integer) is not accepted.
 """
 
 from __future__ import annotations

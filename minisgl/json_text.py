@@ -394,5 +394,3 @@ def quoted(text: str) -> list[bytes]:
 @lru_cache(maxsize=1024)
 def _parsed(pattern: str, dialect: str) -> Tree:
     return parse(pattern, dialect)
-
-

@@ -170,9 +170,9 @@ def _meet_numbers(first: Number, second: Number) -> Number | None:
         *high,
         first.multiples | second.multiples,
     )
-    if low[0] is not None and high[0] is not None:
-        if low[0] > high[0] or (low[0] == high[0] and (low[1] or high[1])):
-            return None
+    crossed = low[0] is not None and high[0] is not None and low[0] >= high[0]
+    if crossed and (low[0] != high[0] or low[1] or high[1]):
+        return None
     lists = [listed for listed in (first.listed, second.listed) if listed is not None]
     if not lists:
         return merged

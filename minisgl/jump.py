@@ -81,7 +81,10 @@ def _tokenise(tokenizer: BaseTokenizer, data: bytes) -> list[int] | None:
         ids = [int(i) for i in tokenizer.encode(mark + text, add_special_tokens=False)]
         for skip in range(4 if mark else 1):
             tail = ids[skip:]
-            if all(i not in tokenizer.special_ids for i in tail):
-                if b"".join(tokenizer.token_bytes(i) for i in tail) == data:
-                    return tail
+            if b"".join(tokenizer.token_bytes(i) for i in tail) == data and _is_text(tokenizer, tail):
+                return tail
     return None
+
+
+def _is_text(tokenizer: BaseTokenizer, ids: list[int]) -> bool:
+    return not any(i in tokenizer.special_ids for i in ids)

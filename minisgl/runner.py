@@ -128,7 +128,7 @@ class Runner:
         positions = self._to_device(step.batch.ends[step.batch.samples])
         tokens = sample(step.logits, step.sampling, positions, grammar_mask, self.penalties)
         self.last_token[step.sampling.rows] = tokens
-        self.penalties.add(step.sampling.rows, tokens)
+        self._count_sampled(step, tokens)
         if step.top_logprobs >= 0:
             step.logprobs = output_logprobs(step.logits, tokens, step.top_logprobs)
         step.tokens = step.host_tokens = tokens
@@ -137,6 +137,15 @@ class Runner:
             step.host_tokens.copy_(tokens, non_blocking=True)
             step.done = torch.cuda.Event()
             step.done.record()
+
+    def _count_sampled(self, step: Step, tokens: torch.Tensor) -> None:
+        """Note the tokens for penalties, less those that `Scheduler.force` has dropped already."""
+        assert step.sampling is not None
+        rows, dropped = step.sampling.rows, step.batch.dropped[step.batch.samples]
+        if dropped.any():
+            kept = self._to_device(np.flatnonzero(~dropped))
+            rows, tokens = rows[kept], tokens[kept]
+        self.penalties.add(rows, tokens)
 
     def count_forced(self, request: Request, tokens: Sequence[int]) -> None:
         """Tokens that jump-forward appended count for penalties as sampled ones do."""

@@ -310,10 +310,9 @@ class Scheduler:
             spans = [(r.rid, start, end) for r, start, end in extends]
             self.events.emit("batch", decodes=decoding, extends=spans, waiting=len(self.waiting))
         self.uncommitted += 1
-        generation = state.generation[rows]
-        return Batch(
-            rows, starts, ends, samples, from_device, k, generation, [r for r, _, _ in extends], np.zeros(len(rows), bool)
-        )
+        generation, dropped = state.generation[rows], np.zeros(len(rows), bool)
+        prompts = [r for r, _, _ in extends]
+        return Batch(rows, starts, ends, samples, from_device, k, generation, prompts, dropped)
 
     def _waits_for_chunks(self, request: Request, matched: int) -> bool:
         """True if somebody is still computing, chunk by chunk, more of this request's prefix than the tree has."""
@@ -474,6 +473,10 @@ class Scheduler:
         """Take the last n forced tokens back: a stop string ended the output before them."""
         self.rows.num_tokens[request.row] -= n
         request.forced_tokens -= n
+
+    def output_len(self, request: Request) -> int:
+        """How many output tokens a running request has, forced ones included."""
+        return int(self.rows.num_tokens[request.row]) - request.prompt_len
 
     def is_full(self, request: Request) -> bool:
         """Whether a running request has all the tokens that it may have."""

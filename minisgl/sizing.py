@@ -9,8 +9,8 @@ Nor can results.  oneDNN cuts a bfloat16 product's inner dimension differently f
 last bit, and with it now and then a greedy token, depends on how many other rows are in the batch.  `ComputePlan.rows`
 takes that freedom away from prompts: a step that computes any is padded to a multiple of 256 rows.  With the fixed
 shapes of `attention_cpu` a prompt then gives the same bits whether it is computed whole, in chunks or behind a cached
-prefix, as long as chunks have at most 256 tokens (the default).  A decoded token's bits still depend on whether its step
-also computes prompts.  In float32 the last bit may differ as well, but that is 65,536 times smaller.
+prefix, as long as chunks have at most 256 tokens (the default).  A decoded token's bits still depend on whether its
+step also computes prompts.  In float32 the last bit may differ as well, but that is 65,536 times smaller.
 """
 
 from __future__ import annotations

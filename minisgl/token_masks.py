@@ -342,24 +342,28 @@ class MaskCache:
 
     def _finishes(self, node: Node) -> bool:
         spelt = self.trie.single_bytes
+        while isinstance(node, (Concat, Named)):  # a loop: tails are long, the stack isn't
+            if isinstance(node, Named):
+                node = node.unfold()
+            elif self._easily(node.head):
+                node = node.tail
+            else:
+                return False
+            if node.nullable:
+                return True
+            if node in self._easy:
+                return self._easy[node]
         if isinstance(node, Literal):
             return all(spelt >> byte & 1 for byte in node.data)
         if isinstance(node, Words):
             return any(all(spelt >> byte & 1 for byte in word) for word in node.words[node.lo : node.hi])
-        if isinstance(node, Concat):
-            while isinstance(node, Concat):  # a loop: tails are long, the stack isn't
-                if not self._easily(node.head):
-                    return False
-                node = node.tail
-            return self._easily(node)
         if isinstance(node, Repeat):
             return self._easily(node.body)
         if isinstance(node, Alt):
-            return any(self._easily(option) for option in node.options)
+            brief = sorted(node.options, key=lambda option: not isinstance(option, (Literal, Words)))
+            return any(self._easily(option) for option in brief)
         if isinstance(node, Switch):
             return any(bits & spelt and self._easily(after) for bits, after in node.arms)
-        if isinstance(node, Named):
-            return self._easily(node.unfold())
         return self._spelt_out(node)
 
     def _spelt_out(self, node: Node) -> bool:

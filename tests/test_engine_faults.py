@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from minisgl.constraint import Constraint
 from minisgl.output import EngineError, Sink
 from minisgl.radix import RadixTree
 from minisgl.request import Rows
@@ -79,12 +80,13 @@ PLACES = {
 def batch_of_everything(rt):
     """Requests that between them pass through every part of the engine."""
     stem = random_ids(20, seed=50)
-    prompts = [[*stem, 1], [*stem, 2], random_ids(40, seed=51), random_ids(5, seed=52)]
+    prompts = [[*stem, 1], [*stem, 2], random_ids(40, seed=51), random_ids(5, seed=52), [1, 2, 3]]
     params = [
         GREEDY,
         {**GREEDY, "seed": 1, "temperature": 1.0},
         {**GREEDY, "stop": "never"},
         {**GREEDY, "n": 2, "max_new_tokens": 4},
+        {**GREEDY, "regex": "[ab]{2}forced[ab]{5}"},
     ]
     options = {"return_logprob": True, "logprob_start_len": 2}
     return lambda: rt.generate(input_ids=prompts, sampling_params=params, **options)
@@ -212,6 +214,34 @@ def test_a_fault_at_the_end_of_one_requests_text_is_its_own(rt, monkeypatch):
     assert time.monotonic() - begin < 20
     others.join(30)
     assert len(box[0]) == 2
+    check_idle(rt)
+
+
+@pytest.mark.parametrize("name, at", [("mask", 1), ("mask", 4), ("forced", 1), ("forced", 2), ("advance", 3)])
+def test_a_fault_in_one_requests_grammar_is_its_own(rt, monkeypatch, name, at):
+    """A grammar that runs out of its budget in the middle of a text ends the text, not the engine."""
+    regex = f"[ab]{{2}}forced[ab]{{{5 + at}}}{name}"
+    want = rt.generate(["one", "two"], [GREEDY, {**GREEDY, "regex": "[ab]{2}forced[ab]{8}"}])
+    real = getattr(Constraint, name)
+    count = 0
+
+    def trap(self, *args):
+        nonlocal count
+        if self.grammar.grammar.source == regex:
+            count += 1
+            if count == at:
+                raise Fault("grammar")
+        return real(self, *args)
+
+    monkeypatch.setattr(Constraint, name, trap)
+    box: list = []
+    params = [GREEDY, {**GREEDY, "regex": "[ab]{2}forced[ab]{8}"}]
+    others = threading.Thread(target=lambda: box.append(rt.generate(["one", "two"], params)))
+    others.start()
+    with pytest.raises(Fault, match="grammar"):
+        rt.generate("victim", {**GREEDY, "max_new_tokens": 30, "regex": regex})
+    others.join(30)
+    assert [r["output_ids"] for r in box[0]] == [r["output_ids"] for r in want]
     check_idle(rt)
 
 

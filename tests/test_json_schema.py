@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 import pytest
 
+from minisgl.bench.grammar_schemas import realistic_schemas
 from minisgl.fsm import Grammar, GrammarError
 from minisgl.tokenizer import ByteTokenizer, Tokenizer
 
 from .grammar_tools import random_walk
 from .random_schemas import SchemaMaker
-from .realistic_schemas import realistic_schemas
 
 OBJECT_A = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
 
@@ -490,3 +490,21 @@ def walk_over(jsonschema, tokenizer, seed, schemas: int, walks: int) -> None:
             text = random_walk(tokens, rng, rng.choice([5, 30, 80]))
             assert text is not None, label
             validator.validate(json.loads(text))
+
+
+@pytest.mark.slow
+def test_first_masks_of_realistic_schemas_are_quick():
+    """200 schemas over 128k tokens: the time from the schema to the first mask (limits of a busy machine)."""
+    from .real_tokenizers import load
+
+    llama = load("llama3")
+    Grammar.from_json_schema({}).compile(llama)
+    times = []
+    for _, schema in realistic_schemas():
+        begin = time.perf_counter()
+        tokens = Grammar.from_json_schema(schema).compile(llama)
+        tokens.mask(tokens.start)
+        times.append(time.perf_counter() - begin)
+    times.sort()
+    assert len(times) == 200
+    assert times[100] < 0.050 and times[198] < 2
