@@ -23,6 +23,8 @@ _WHERE = {
     "SamplingParams": "sampling_params",
     "EventLog": "events",
     "RadixTree": "radix",
+    "Grammar": "fsm",
+    "GrammarError": "fsm",
     **dict.fromkeys(
         (
             "function", "gen", "gen_int", "gen_string", "select", "image", "video", "system", "user", "assistant",
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
     from .choices import token_length_normalized as token_length_normalized
     from .choices import unconditional_likelihood_normalized as unconditional_likelihood_normalized
     from .events import EventLog as EventLog
+    from .fsm import Grammar as Grammar
+    from .fsm import GrammarError as GrammarError
     from .lang import SglFunction as SglFunction
     from .lang import assistant as assistant
     from .lang import assistant_begin as assistant_begin

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="minisgl", description=__doc__.splitlines()[0].split(": ", 1)[1])
+    parser = argparse.ArgumentParser(prog="minisgl", description="A prompt, a chat or a benchmark from the shell.")
     commands = parser.add_subparsers(title="commands", required=True)
     generate = commands.add_parser("generate", help="complete one prompt")
     generate.add_argument("prompt")

@@ -168,13 +168,13 @@ class Engine:
             step = None
             if batch is not None:
                 step = self.runner.launch(batch)
-                if step.constraints is None:
+                if step.guides is None:
                     self.runner.sample(step)
             elif lagging is None:
                 self._expect_idle()
             if lagging is not None:
                 self._commit(lagging, step)
-            if step is not None and step.constraints is not None:
+            if step is not None and step.guides is not None:
                 self.runner.sample(step)  # its masks needed the tokens that were just committed
             lagging = step
             self.counters.busy_time += time.perf_counter() - begin
@@ -231,11 +231,11 @@ class Engine:
                 chosen, top = logprobs[index]
                 value = chosen, top[: request.top_logprobs]
             try:
-                if request.constraint is not None and request.constraint.failure is not None:
-                    raise request.constraint.failure
+                if request.guide is not None and request.guide.failure is not None:
+                    raise request.guide.failure
                 matched = request.sink.token(token, value)
-                if matched is None and request.constraint is not None and request.status is not Status.FINISHED:
-                    request.constraint.advance(token)
+                if matched is None and request.guide is not None and request.status is not Status.FINISHED:
+                    request.guide.advance(token)
                     matched = self._jump(request, launched)
             except Exception as error:  # a stop pattern that takes too long, say: this request's problem alone
                 self.scheduler.abort(request, str(error))
@@ -251,9 +251,9 @@ class Engine:
 
     def _jump(self, request: Request, launched: Step | None) -> str | None:
         """Append what the grammar forces, and end the request if that ends it; returns a stop string that it holds."""
-        constraint = request.constraint
-        assert constraint is not None
-        tokens = constraint.forced()
+        guide = request.guide
+        assert guide is not None
+        tokens = guide.forced()
         if tokens:
             fitted = self.scheduler.force(request, tokens, launched.batch if launched is not None else None)
             self.runner.count_forced(request, tokens[:fitted])
@@ -263,7 +263,7 @@ class Engine:
                     self.scheduler.unforce(request, fitted - i - 1)
                     self._stop_at(request, token)
                     return None
-                constraint.advance(token)
+                guide.advance(token)
                 matched = request.sink.token(token)
                 if matched is not None:
                     self.scheduler.unforce(request, fitted - i - 1)
@@ -296,18 +296,18 @@ class Engine:
 
     def _jump_at_start(self, request: Request) -> None:
         """A grammar may force the output's first tokens: they join the prompt's computation."""
-        constraint = request.constraint
-        if constraint is None:
+        guide = request.guide
+        if guide is None:
             return
         room = request.max_len - request.prompt_len - 1  # at least one token is left to sample
-        tokens = constraint.forced()[: max(room, 0)]
+        tokens = guide.forced()[: max(room, 0)]
         for i, token in enumerate(tokens, start=1):
             request.tokens = np.concatenate([request.prompt, np.array(tokens[:i], np.int32)])
             request.forced_tokens = i
             if _is_stop(request, token, i):
                 self._stop_at(request, token)
                 return
-            constraint.advance(token)
+            guide.advance(token)
             matched = request.sink.token(token)
             if matched is not None:
                 self.scheduler.finish(request, {"type": "stop", "matched": matched})

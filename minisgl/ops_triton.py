@@ -1,3 +1,4 @@
+# pyright: reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false
 """The small element-wise steps of a block on a GPU, one kernel each.
 
 On a GPU these steps cost what their memory traffic costs, and in a decode step, where the tensors are tiny, what their

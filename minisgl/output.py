@@ -74,7 +74,7 @@ class Sink:
             logprobs.prompt.append(self._triple(None, int(request.prompt[0])))
             logprobs.prompt_top.append(None)
         stops = bool(params.stop or params.stop_regex)
-        self.watches = on_chunk is not None or stops or logprobs is not None or request.constraint is not None
+        self.watches = on_chunk is not None or stops or logprobs is not None or request.guide is not None
         self._detokenizer = self._checker = None
         if self.watches and tokenizer is not None:
             self._detokenizer = self._new_detokenizer()

@@ -32,7 +32,7 @@ import numpy as np
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from .constraint import Constraint
+    from .constraint import Guide
     from .radix import Node
 
 MAX_STOP_IDS = 16  # stop ids per request that are compared as one array; more are refused at submission
@@ -64,7 +64,7 @@ class Request:
     top_logprobs: int = 0
     priority: int = 0
     group: str | None = None  # the id that the caller gave to the several requests of one call
-    constraint: Constraint | None = None  # the grammar that its output follows
+    guide: Guide | None = None  # leads its output through a grammar
 
     # life
     order: int = field(default_factory=lambda: next(_order))

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from .attention import Attention, ForwardBatch, HostBatch
-from .constraint import Constraint, masks
+from .constraint import Guide, masks
 from .model_llama import Llama
 from .pool import DUMMY_ROW, DUMMY_SLOT, RequestTable
 from .request import Request, Rows
@@ -51,7 +51,7 @@ class Step:
     batch: Batch
     logits: torch.Tensor  # (R, vocab) float32 of the sequences that sample
     sampling: SamplingBatch | None  # of those sequences, as they were when the batch was formed
-    constraints: list[Constraint | None] | None = None  # of those sequences, if any of them has a grammar
+    guides: list[Guide | None] | None = None  # of those sequences, if any of them has a grammar
     top_logprobs: int = -1  # most alternatives that any of them wants beside its log-probability; -1: none wants any
     prompt_scores: list[PromptScores] = field(default_factory=list)
     tokens: torch.Tensor | None = None  # (R,) int64 on the device
@@ -101,29 +101,29 @@ class Runner:
 
     def launch(self, batch: Batch) -> Step:
         """Queue the forward pass of `batch`."""
-        sampling, constraints, top_logprobs = self._sampling_batch(batch)
+        sampling, guides, top_logprobs = self._sampling_batch(batch)
         graph = self._graph_for(batch)
         if graph is not None:
             self._sync_table()
             self.graph_replays += 1
-            return Step(batch, graph.replay(batch), sampling, constraints, top_logprobs)
+            return Step(batch, graph.replay(batch), sampling, guides, top_logprobs)
         forward = self._forward_batch(batch)
         self.attention.begin(forward)
         hidden = self.model.forward(forward, self.attention)
         scores = self._score_prompts(batch, hidden)
         logits = self._logits(hidden.index_select(0, forward.logit_rows))
-        return Step(batch, logits, sampling, constraints, top_logprobs, scores)
+        return Step(batch, logits, sampling, guides, top_logprobs, scores)
 
     def sample(self, step: Step) -> None:
         """Queue sampling and the copy of the tokens to the host.
 
-        Constrained sequences are masked by where their grammar stands now: their last token must have been taken.
+        Sequences under a grammar are masked by where their guides stand: their last token must have been taken.
         """
         if step.sampling is None:
             return
         grammar_mask = None
-        if step.constraints is not None:
-            packed = torch.from_numpy(masks(step.constraints, self.vocab_size))
+        if step.guides is not None:
+            packed = torch.from_numpy(masks(step.guides, self.vocab_size))
             grammar_mask = packed.pin_memory().to(self.device, non_blocking=True) if self.cuda else packed
         positions = self._to_device(step.batch.ends[step.batch.samples])
         tokens = sample(step.logits, step.sampling, positions, grammar_mask, self.penalties)
@@ -242,9 +242,9 @@ class Runner:
 
     # ---- sampling ------------------------------------------------------------------------------------------------
 
-    def _sampling_batch(self, batch: Batch) -> tuple[SamplingBatch | None, list[Constraint | None] | None, int]:
+    def _sampling_batch(self, batch: Batch) -> tuple[SamplingBatch | None, list[Guide | None] | None, int]:
         """The sampling rows' parameters on the device, made anew only when the composition changes, and
-        `Step.constraints` and `Step.top_logprobs`."""
+        `Step.guides` and `Step.top_logprobs`."""
         rows, generation = batch.rows[batch.samples], batch.generation[batch.samples]
         if not len(rows):
             return None, None, -1
@@ -265,9 +265,9 @@ class Runner:
         if len(sampling.penalised):
             self._start_penalties(rows, generation)
         top_logprobs = max(r.top_logprobs if r.return_logprob else -1 for r in requests)
-        constraints = [r.constraint for r in requests] if any(r.constraint for r in requests) else None
-        self._sampling = (rows, generation, sampling, constraints, top_logprobs)
-        return sampling, constraints, top_logprobs
+        guides = [r.guide for r in requests] if any(r.guide for r in requests) else None
+        self._sampling = (rows, generation, sampling, guides, top_logprobs)
+        return sampling, guides, top_logprobs
 
     def _start_penalties(self, rows: np.ndarray, generation: np.ndarray) -> None:
         """Count what a request with penalties has said already (its prompt; its output, if it was retracted)."""

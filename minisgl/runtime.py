@@ -25,15 +25,16 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from . import sizing
-from .constraint import Constraint, Grammars
+from .constraint import Guide
 from .engine import Counters, Engine
 from .events import EventLog
+from .grammar import BACKENDS, Compiled, GrammarCompiler, GrammarSpec, Kind
 from .loader import load_model, resolve_model
 from .output import EngineError, Sink, TokenLogprobs
 from .policy import POLICIES
@@ -71,6 +72,7 @@ class Runtime:
     cuda_graphs           record decode steps as CUDA graphs; auto: on a GPU
     attention_backend     "auto", "triton" (GPU), "torch" (any), "reference" (slow and plain)
     jump_forward          append the tokens that a grammar forces without asking the model for each
+    grammar_backend       "fsm" (ours), "llguidance", "xgrammar"; auto: ours, llguidance for what ours does not support
     seed                  for requests that bring no seed, dummy weights and the "random" policy
     events                True or an EventLog: record what tree, pool and scheduler do
     tokenizer             instead of the model's own
@@ -100,12 +102,14 @@ class Runtime:
         cuda_graphs: bool | str = "auto",
         attention_backend: str = "auto",
         jump_forward: bool = True,
+        grammar_backend: str = "auto",
         seed: int = 0,
         events: bool | EventLog = False,
         tokenizer: BaseTokenizer | None = None,
         chat_template: str | None = None,
     ):
         _check_choice("schedule_policy", schedule_policy, POLICIES)
+        _check_choice("grammar_backend", grammar_backend, BACKENDS)
         _check_choice("eviction", eviction, sizing.EVICTIONS)
         _check_choice("attention_backend", attention_backend, sizing.ATTENTION_BACKENDS)
         _check_choice("dtype", dtype, sizing.DTYPES)
@@ -176,7 +180,9 @@ class Runtime:
         if not isinstance(jump_forward, bool):
             raise ValueError(f"jump_forward must be True or False, got {jump_forward!r}")
         self._jump_forward = jump_forward
-        self._grammars = None if tokenizer is None else Grammars(tokenizer, set(self.eos_token_ids))
+        self._grammars = None
+        if tokenizer is not None:
+            self._grammars = GrammarCompiler(tokenizer, grammar_backend, set(self.eos_token_ids))
         self._engine = Engine(self.scheduler, runner, overlap=overlap)
         self._rng = np.random.default_rng(seed)
         self._prefix = f"minisgl-{next(_names)}"
@@ -408,6 +414,7 @@ class Runtime:
         sinks: list[Sink] = []
         for ids, p in zip(prompts, params):
             self._check_params(p, ids, logprob_start_len)
+            compiled = self._compile(p)
             for i in range(p.n):
                 name = rid if rid is not None and len(prompts) * p.n == 1 else self._name(rid)
                 request = self._request(name, ids, p, i, priority)
@@ -420,10 +427,9 @@ class Runtime:
                 why = self.scheduler.refusal(request)
                 if why is not None:
                     raise ValueError(why)
-                if p.grammar is not None and self._grammars is not None:
+                if compiled is not None:
                     # a forced token has no logits of its own, so whoever asks for log-probabilities samples each
-                    jump = self._jump_forward and not return_logprob
-                    request.constraint = Constraint(self._grammars.get(*p.grammar), jump)
+                    request.guide = Guide(compiled.start(), self._jump_forward and not return_logprob)
                 request.sink = Sink(request, self._tokenizer, on_chunk=on_chunk, logprobs=logprobs)
                 request.watch = request.sink.watches
                 sinks.append(request.sink)
@@ -467,14 +473,19 @@ class Runtime:
 
     def _check_params(self, p: SamplingParams, ids: np.ndarray, logprob_start: int) -> None:
         p.validate_vocab(self.config.vocab_size)
-        if p.grammar is not None:
-            if self._grammars is None:
-                raise ValueError(f"{p.grammar[0]} needs a tokenizer, which this model came without")
-            self._grammars.get(*p.grammar)
         if (p.stop or p.stop_regex) and self._tokenizer is None:
             raise ValueError("stop and stop_regex need a tokenizer, which this model came without")
         if logprob_start > len(ids):
             raise ValueError(f"logprob_start_len must be at most the prompt's {len(ids)} tokens, got {logprob_start}")
+
+    def _compile(self, p: SamplingParams) -> Compiled | None:
+        """The request's grammar, on the caller's thread.  Raises GrammarError (a ValueError) for what cannot be."""
+        if p.grammar is None:
+            return None
+        kind, source = p.grammar
+        if self._grammars is None:
+            raise ValueError(f"{kind} needs a tokenizer, which this model came without")
+        return self._grammars.compile(GrammarSpec(cast("Kind", kind), source))
 
     def _request(self, name: str, ids: np.ndarray, p: SamplingParams, index: int, priority: int) -> Request:
         ignore_eos = p.ignore_eos and p.grammar is None  # a grammar's text ends where the grammar does

@@ -80,6 +80,10 @@ def sample(
     Returns:
         (R,) int64 token ids. A row of nothing but -inf gives token 0.
     """
+    if logits.is_cuda and batch.plain and not batch.all_greedy and grammar_mask is None and batch.unfiltered:
+        from .sampler_triton import draw  # the same draw in three kernels
+
+        return draw(logits, batch.inverse_temperature, batch.greedy, uniform(batch.seed, positions))
     logits = _adjust(logits, batch, positions, grammar_mask, penalties)
     likeliest = _argmax(logits)
     if batch.all_greedy:

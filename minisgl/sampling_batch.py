@@ -70,6 +70,11 @@ class SamplingBatch:
         """Whether the logits are used as they are: no penalty, bias or minimum length in the batch."""
         return not (len(self.penalised) or len(self.bias) or len(self.hold_until))
 
+    @property
+    def unfiltered(self) -> bool:
+        """Whether no row has a top-k, top-p or min-p."""
+        return not (len(self.filtered) or self.any_min_p)
+
     @classmethod
     def build(
         cls,

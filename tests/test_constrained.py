@@ -14,7 +14,10 @@ from . import tiny_models
 REGEX = r'\{"name": "[a-z]{2,6}", "house": "(north|south)", "age": [0-9]{1,2}\}'
 SCHEMA = {
     "type": "object",
-    "properties": {"title": {"type": "string", "maxLength": 8}, "count": {"type": "integer", "maximum": 99, "minimum": 0}},
+    "properties": {
+        "title": {"type": "string", "maxLength": 8},
+        "count": {"type": "integer", "maximum": 99, "minimum": 0},
+    },
     "required": ["title", "count"],
     "additionalProperties": False,
 }
@@ -28,7 +31,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runtime(folder):
-    with Runtime(folder, dtype="float32", kv_capacity=4000) as runtime:
+    with Runtime(folder, dtype="float32", kv_capacity=4000, grammar_backend="fsm") as runtime:
         yield runtime
 
 
@@ -157,8 +160,15 @@ def test_default_model_text_is_the_same_with_and_without_jump(default_model_fold
     got = []
     for jump in (False, True):
         with Runtime(dtype="float32", jump_forward=jump, kv_capacity=4000) as runtime:
-            schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 20},
-                      "名前": {"enum": ["東京", "😀 ok", "plain"]}}, "required": ["name", "名前"], "additionalProperties": False}  # fmt: skip
+            schema = {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string", "maxLength": 20},
+                    "名前": {"enum": ["東京", "😀 ok", "plain"]},
+                },
+                "required": ["name", "名前"],
+                "additionalProperties": False,
+            }
             replies = runtime.generate(prompts, {"json_schema": schema, "max_new_tokens": 300, "temperature": 0})
             replies += runtime.generate(prompts, params(max_new_tokens=100))
             got.append([r["output_ids"] for r in replies])

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from minisgl.constraint import Constraint
+from minisgl.grammar import FsmConstraint
 from minisgl.output import EngineError, Sink
 from minisgl.radix import RadixTree
 from minisgl.request import Rows
@@ -217,23 +217,25 @@ def test_a_fault_at_the_end_of_one_requests_text_is_its_own(rt, monkeypatch):
     check_idle(rt)
 
 
-@pytest.mark.parametrize("name, at", [("mask", 1), ("mask", 4), ("forced", 1), ("forced", 2), ("advance", 3)])
+@pytest.mark.parametrize(
+    "name, at", [("mask", 1), ("mask", 4), ("forced_tokens", 2), ("forced_tokens", 4), ("accept", 1), ("accept", 12)]
+)
 def test_a_fault_in_one_requests_grammar_is_its_own(rt, monkeypatch, name, at):
     """A grammar that runs out of its budget in the middle of a text ends the text, not the engine."""
     regex = f"[ab]{{2}}forced[ab]{{{5 + at}}}{name}"
     want = rt.generate(["one", "two"], [GREEDY, {**GREEDY, "regex": "[ab]{2}forced[ab]{8}"}])
-    real = getattr(Constraint, name)
+    real = getattr(FsmConstraint, name)
     count = 0
 
     def trap(self, *args):
         nonlocal count
-        if self.grammar.grammar.source == regex:
+        if self.tokens.grammar.source == regex:
             count += 1
             if count == at:
                 raise Fault("grammar")
         return real(self, *args)
 
-    monkeypatch.setattr(Constraint, name, trap)
+    monkeypatch.setattr(FsmConstraint, name, trap)
     box: list = []
     params = [GREEDY, {**GREEDY, "regex": "[ab]{2}forced[ab]{8}"}]
     others = threading.Thread(target=lambda: box.append(rt.generate(["one", "two"], params)))

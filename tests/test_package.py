@@ -17,7 +17,8 @@ def python(*args: str, timeout: float = 120) -> subprocess.CompletedProcess[str]
 
 
 def test_import_needs_no_heavy_package():
-    code = "import sys, minisgl; print([m for m in ('torch', 'triton', 'numpy', 'ipywidgets', 'ray') if m in sys.modules])"
+    heavy = ("torch", "triton", "numpy", "ipywidgets", "ray")
+    code = f"import sys, minisgl; print([m for m in {heavy} if m in sys.modules])"
     assert python("-c", code).stdout.strip() == "[]"
 
 
@@ -41,7 +42,8 @@ def test_help_answers_without_torch():
 
 
 def test_generate_from_the_shell(default_model_folder):
-    result = python("-m", "minisgl", "generate", "The capital of France is", "--max-new-tokens", "4", "--dtype", "float32")
+    prompt = "The capital of France is"
+    result = python("-m", "minisgl", "generate", prompt, "--max-new-tokens", "4", "--dtype", "float32")
     assert result.returncode == 0 and "Paris" in result.stdout
 
 
