@@ -503,6 +503,23 @@ def test_memory_and_thread_go_with_the_runtime(how):
     del kept
 
 
+@pytest.mark.gpu
+def test_gpu_memory_goes_with_the_runtime():
+    """Recorded graphs, the KV pool and the weights: all of it back at shutdown, without a garbage collection."""
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    gc.disable()
+    try:
+        for _ in range(2):
+            runtime = engines.make(device="cuda", kv_capacity=200_000)
+            assert runtime.generate("x", GREEDY)["output_ids"]
+            assert torch.cuda.memory_allocated() > before + 200_000 * 3 * 2 * 2 * 64 * 4
+            runtime.shutdown()
+            assert torch.cuda.memory_allocated() < before + (64 << 20)  # the libraries' workspaces stay
+    finally:
+        gc.enable()
+
+
 def test_two_runtimes_in_one_process(rt):
     want = rt.generate("both", GREEDY)["output_ids"]
     with engines.make() as other:

@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=f"workloads:\n{workloads}",
     )
     add = p.add_argument
+    add("--grammar", action="store_true", help="time grammar engines on the model's vocabulary instead (no GPU needed)")
     add("--workload", choices=list(WORKLOADS), default="fewshot")
     add("--model", metavar="NAME", help="folder, hub id or .gguf file (default: SmolLM2-135M-Instruct)")
     add(
@@ -249,11 +250,23 @@ def report(outcome: Outcome) -> str:
     return "\n\n".join(part for part in parts if part) + "\n\n" + json_line(result)
 
 
+def grammar_report(model: str | None) -> str:
+    """The table of `bench.grammar` for a model's tokenizer."""
+    from ..loader import resolve_model
+    from ..tokenizer import Tokenizer
+    from .grammar import report
+
+    return report(Tokenizer(resolve_model(model).folder))
+
+
 def main(argv: Sequence[str] | None = None, make_runtime: Callable[..., Any] | None = None) -> int:
     """Run the command line; returns the exit code (2: it could not be run as asked, 130: interrupted)."""
     p = parser()
     args = p.parse_args(argv)
     try:
+        if args.grammar:
+            print(grammar_report(args.model), flush=True)
+            return 0
         check(args)
         if make_runtime is None:
             from ..runtime import Runtime as make_runtime
