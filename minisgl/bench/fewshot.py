@@ -38,7 +38,7 @@ MMLU_SHOTS = 5
     options=["shots", "data", "random_ids"],
 )
 def fewshot(setting: Setting) -> list[BenchRequest]:
-    """240 questions on a CPU, 640 on a GPU, evenly over the subjects, in random order."""
+    """168 questions on a CPU, 640 on a GPU, evenly over the subjects, in random order."""
     if setting.data is not None:
         return mmlu(setting, setting.data)
     if setting.random_ids or setting.tokenizer is None:
@@ -47,7 +47,7 @@ def fewshot(setting: Setting) -> list[BenchRequest]:
 
 
 def _count(setting: Setting) -> int:
-    return setting.requests or (640 if setting.on_gpu else 240)
+    return setting.requests or (640 if setting.on_gpu else 168)
 
 
 def _shuffled(by_subject: Iterable[list[BenchRequest]], count: int, rng: random.Random) -> list[BenchRequest]:
