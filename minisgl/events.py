@@ -23,7 +23,7 @@ It is off by default, at no cost: whoever may write holds `events: EventLog | No
 None` before it builds a record.
 
 Kinds, by writer. The tree: match, split, insert, lock, unlock, evict (fields in `radix.RadixTree`). The pool:
-alloc, free. The scheduler: batch, and of a request submit, finish, retract, abort.
+alloc, free. The scheduler: batch, and of a request submit, finish (its reason may be abort), retract.
 """
 
 from __future__ import annotations

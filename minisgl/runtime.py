@@ -148,6 +148,8 @@ class Runtime:
         self.eos_token_ids = tuple(sorted(i for i in stops if 0 <= i < config.vocab_size))
 
         capacity = kv_capacity or sizing.kv_capacity(config, plan.dtype, self.device, mem_fraction)
+        if max_context is not None and max_context > config.context_length:
+            raise ValueError(f"max_context must be at most the model's {config.context_length}, got {max_context}")
         context = min(max_context or config.context_length, capacity)
         if max_running_requests is None:
             max_running_requests = min(sizing.DEFAULT_RUNNING[self.device.type], capacity)
@@ -229,7 +231,7 @@ class Runtime:
         if stream:
             chunks = queue.SimpleQueue()
             on_chunk = chunks.put
-        sinks, single = self._prepare(
+        sinks, single = self.prepare(
             prompt, sampling_params, input_ids, on_chunk, return_logprob, logprob_start_len, top_logprobs_num,
             return_text_in_logprobs, priority, rid,
         )  # fmt: skip
@@ -269,9 +271,10 @@ class Runtime:
         if stream:
             chunks = asyncio.Queue()
             on_chunk = partial(_put_in_loop, loop, chunks)
-        sinks, single = self._prepare(
-            prompt, sampling_params, input_ids, on_chunk, return_logprob, logprob_start_len, top_logprobs_num,
-            return_text_in_logprobs, priority, rid,
+        # off the loop: tokenising a long prompt or compiling a grammar takes a while
+        sinks, single = await asyncio.to_thread(
+            self.prepare, prompt, sampling_params, input_ids, on_chunk, return_logprob, logprob_start_len,
+            top_logprobs_num, return_text_in_logprobs, priority, rid,
         )  # fmt: skip
         if chunks is not None:
             stream_ = self._astream(sinks[0], chunks)
@@ -304,6 +307,11 @@ class Runtime:
     def abort(self, rid: str) -> None:
         """End what was submitted as `rid`; its caller gets what there is, with finish_reason "abort"."""
         self._engine.abort_named(rid)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine behind the calls above, for those who prepare and submit requests themselves."""
+        return self._engine
 
     # ---- looking and managing ---------------------------------------------------------------------------------------
 
@@ -377,7 +385,7 @@ class Runtime:
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
-    def _prepare(
+    def prepare(
         self,
         prompt: str | Sequence[str] | None,
         sampling_params: Params | Sequence[Params],
@@ -390,7 +398,12 @@ class Runtime:
         priority: int,
         rid: str | None,
     ) -> tuple[list[Sink], bool]:
-        """Check everything and make a Request with its Sink for each output that is wanted."""
+        """Check everything, as `generate` does, and make a Request with its Sink for each output that is wanted.
+
+        Nothing is queued: that is `engine.submit([sink.request for sink in sinks])`, which several calls' requests may
+        share.  `on_chunk` is called on the engine's thread with each item of a stream, and with None at its end.
+        Returns the sinks, and whether one reply rather than a list was asked for.
+        """
         prompts, single = self._token_ids(prompt, input_ids)
         if isinstance(sampling_params, Sequence) and not isinstance(sampling_params, (str, Mapping)):
             if len(sampling_params) != len(prompts):

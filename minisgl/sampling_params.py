@@ -33,7 +33,7 @@ _MAX_BIAS = 1e9  # far beyond any logit, and still finite when added to one in f
 _INTEGERS = {
     "max_new_tokens": (0, _INT32_MAX),
     "min_new_tokens": (0, _INT32_MAX),
-    "n": (1, _INT32_MAX),
+    "n": (1, 4096),
 }
 # name -> (smallest, largest, how the range is written in messages)
 _NUMBERS = {

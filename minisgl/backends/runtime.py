@@ -119,7 +119,7 @@ class _Submission:
         params = {name: value for name, value in job.params.items() if value is not None}
         if options.get("logprob_start_len", -1) >= 0 or options.get("top_logprobs_num"):
             options = {**options, "return_logprob": True}
-        sinks, _ = self.runtime._prepare(
+        sinks, _ = self.runtime.prepare(
             None, params, rows[0], None if job.on_text is None else self._chunk,
             options.get("return_logprob", False), options.get("logprob_start_len", -1),
             options.get("top_logprobs_num", 0), options.get("return_text_in_logprobs", False), 0, None,
@@ -130,7 +130,7 @@ class _Submission:
     def _score(self, ids: Sequence[int], start: int = -1) -> list[Sink]:
         """Requests that only compute a prompt, with log-probabilities from position `start` on."""
         scores = {"max_new_tokens": 0}
-        self.sinks, _ = self.runtime._prepare(None, scores, ids, None, start >= 0, start, 0, False, 0, None)
+        self.sinks, _ = self.runtime.prepare(None, scores, ids, None, start >= 0, start, 0, False, 0, None)
         return list(self.sinks)
 
     def _prepare_select(self, rows: list[list[int]]) -> list[Sink]:
@@ -287,7 +287,7 @@ class Dispatcher:
         if not requests:
             return
         try:
-            runtime._engine.submit(requests)
+            runtime.engine.submit(requests)
         except Exception as error:  # shut down
             for submission in submissions:
                 submission.fail(error)
@@ -312,7 +312,7 @@ class Dispatcher:
         for sink in sinks:
             sink.ended.add_done_callback(ended)
         if submission.job is not None:
-            engine, requests = submission.runtime._engine, [sink.request for sink in sinks]
+            engine, requests = submission.runtime.engine, [sink.request for sink in sinks]
             submission.job.stop = lambda: engine.abort(requests)
 
     def _encode(self, runtime: Runtime, submissions: list[_Submission]) -> list[list[list[int]]]:
