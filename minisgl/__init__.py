@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 # public name -> the module that defines it
 _WHERE = {
     "Runtime": "runtime",
+    "Server": "server",
     "EngineError": "output",
     "SamplingParams": "sampling_params",
     "EventLog": "events",
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
     from .radix import RadixTree as RadixTree
     from .runtime import Runtime as Runtime
     from .sampling_params import SamplingParams as SamplingParams
+    from .server import Server as Server
     from .state import ProgramState as ProgramState
     from .trace import TraceError as TraceError
 

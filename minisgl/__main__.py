@@ -1,4 +1,4 @@
-"""`python -m minisgl`: a prompt, a chat or a benchmark from the shell.
+"""`python -m minisgl`: a prompt, a chat, a server or a benchmark from the shell.
 
 Only the standard library is imported until a command needs more, so that `--help` answers at once.
 """
@@ -16,6 +16,10 @@ def main(argv: list[str] | None = None) -> int:
         from .bench import main as bench
 
         return bench(arguments[1:])
+    if arguments[:1] == ["route"]:
+        from .router_run import main as route
+
+        return route(arguments[1:])
     args = _parser().parse_args(arguments)
     try:
         return args.run(args)
@@ -27,14 +31,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="minisgl", description="A prompt, a chat or a benchmark from the shell.")
+    about = "A prompt, a chat, a server or a benchmark from the shell."
+    parser = argparse.ArgumentParser(prog="minisgl", description=about)
     commands = parser.add_subparsers(title="commands", required=True)
     generate = commands.add_parser("generate", help="complete one prompt")
     generate.add_argument("prompt")
     generate.set_defaults(run=_generate)
     chat = commands.add_parser("chat", help="talk to the model (end with an empty line)")
     chat.set_defaults(run=_chat)
+    from .server_cli import add_arguments
+
+    add_arguments(commands.add_parser("serve", help="serve OpenAI's and SGLang's HTTP APIs"))
     commands.add_parser("bench", help="benchmarks; see `python -m minisgl bench --help`", add_help=False)
+    commands.add_parser("route", help="many workers behind one address; see `... route --help`", add_help=False)
     for command in (generate, chat):
         command.add_argument("--model", help="folder, hub id or .gguf file (default: SmolLM2-135M-Instruct)")
         command.add_argument("--device", default="auto")

@@ -28,6 +28,7 @@ import torch
 
 if TYPE_CHECKING:
     from .pool import KVPool
+    from .sharing import PrefixSharing
 
 
 @dataclass
@@ -40,6 +41,21 @@ class HostBatch:
     q_start: np.ndarray
     seq_lens: np.ndarray
     rows: np.ndarray
+
+
+@dataclass
+class SharedPrefixes:
+    """Positions that several decodes have in common, to be read once for all of them (`sharing.SharedPlan`).
+
+    int32 on the device: items (I, 6), members (M,), own_start (B,), pieces (B,), count (1,), how many of the items are
+    in use.  In a replayed CUDA graph I and M are what there is room for.
+    """
+
+    items: torch.Tensor
+    members: torch.Tensor
+    own_start: torch.Tensor
+    pieces: torch.Tensor
+    count: torch.Tensor
 
 
 @dataclass
@@ -58,6 +74,7 @@ class ForwardBatch:
     max_seq_len, max_new: over all sequences, host integers; upper bounds will do (CUDA graphs)
     logit_rows (L,) int64: flat indices of the tokens whose logits are wanted
     host: the layout as numpy arrays, or None (in a replayed CUDA graph the host does not know it)
+    shared: prefixes that decodes share; a backend without `shares_prefixes` never gets any
     """
 
     input_ids: torch.Tensor
@@ -72,6 +89,7 @@ class ForwardBatch:
     max_new: int
     logit_rows: torch.Tensor
     host: HostBatch | None = None
+    shared: SharedPrefixes | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -97,8 +115,11 @@ class ForwardBatch:
 class Attention(ABC):
     """Attention of one model over one KV pool: `begin` once per step, then `forward` once per layer.
 
+    shares_prefixes: whether `prefix_sharing` is there and `ForwardBatch.shared` understood.
     num_heads must be a multiple of num_kv_heads; query head h reads KV head h // (num_heads // num_kv_heads).
     """
+
+    shares_prefixes = False
 
     def __init__(self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int):
         if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
@@ -110,6 +131,10 @@ class Attention(ABC):
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.group = num_heads // num_kv_heads  # query heads that share one KV head (GQA)
+
+    def prefix_sharing(self, max_decodes: int) -> PrefixSharing:
+        """Prepare for batches of up to `max_decodes` that share prefixes; ValueError if the backend cannot."""
+        raise ValueError(f"{type(self).__name__} cannot read a shared prefix once")
 
     @abstractmethod
     def begin(self, batch: ForwardBatch) -> None:

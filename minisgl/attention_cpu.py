@@ -58,6 +58,10 @@ class CpuAttention(Attention):
     """See the module."""
 
     def begin(self, batch: ForwardBatch) -> None:
+        self._batch: ForwardBatch | None = batch
+
+    def _plan(self, batch: ForwardBatch) -> None:
+        """What all layers share; made when the first one asks, since a step may be computed without (`ops_amx`)."""
         layout = batch.host_layout()
         self._out_slots = batch.out_slots
         lengths = np.asarray(layout.seq_lens)
@@ -97,6 +101,9 @@ class CpuAttention(Attention):
         window: int = 0,
         softcap: float = 0.0,
     ) -> torch.Tensor:
+        if self._batch is not None:
+            self._plan(self._batch)
+            self._batch = None
         keys, values = self.pool.keys(layer), self.pool.values(layer)
         keys.index_copy_(0, self._out_slots, k)
         values.index_copy_(0, self._out_slots, v)

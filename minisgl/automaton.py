@@ -81,9 +81,10 @@ class Automaton:
         with self.working():
             if self.expanded[state]:
                 return
-            arms = [(self._column(bits), self.number(left)) for bits, left in self.algebra.arms(self.nodes[state])]
-            for column, target in arms:
-                self.table[state, column] = target
+            arms = [(bits, self.number(left)) for bits, left in self.algebra.arms(self.nodes[state])]
+            row = self.table[state]
+            for bits, target in arms:
+                row[self._column(bits)] = target
             self.expanded[state] = True
 
     def _column(self, bits: int) -> np.ndarray:

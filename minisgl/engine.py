@@ -154,8 +154,10 @@ class Engine:
             if batch is None:
                 self._expect_idle()
                 continue
+            launched = time.perf_counter()
             step = self.runner.launch(batch)
             self.runner.sample(step)
+            self._note("launch", formed=begin, began=launched, queued=self.runner.cuda)
             self._commit(step)
             self.counters.busy_time += time.perf_counter() - begin
 
@@ -167,9 +169,11 @@ class Engine:
             self.counters.host_time += time.perf_counter() - begin
             step = None
             if batch is not None:
+                launched = time.perf_counter()
                 step = self.runner.launch(batch)
                 if step.guides is None:
                     self.runner.sample(step)
+                self._note("launch", formed=begin, began=launched, queued=self.runner.cuda)
             elif lagging is None:
                 self._expect_idle()
             if lagging is not None:
@@ -205,7 +209,9 @@ class Engine:
 
         `launched`: the step that was formed since, if there is one.
         """
+        waiting = time.perf_counter()
         sampled = self.runner.results(step)
+        self._note("results", began=waiting)
         begin = time.perf_counter()
         for score in step.prompt_scores:
             values = score.logprobs.to_lists([score.request.top_logprobs] * len(score.logprobs.chosen))
@@ -220,6 +226,11 @@ class Engine:
         self.counters.steps += 1
         self.counters.output_tokens += progress.tokens
         self.counters.host_time += time.perf_counter() - begin
+        self._note("commit", began=begin, tokens=progress.tokens)
+
+    def _note(self, kind: str, **fields: Any) -> None:
+        if self.scheduler.events is not None:
+            self.scheduler.events.emit(kind, **fields)
 
     def _deliver(self, step: Step, watched: list[tuple[Request, int, int]], launched: Step | None) -> None:
         logprobs = None

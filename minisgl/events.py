@@ -23,7 +23,11 @@ It is off by default, at no cost: whoever may write holds `events: EventLog | No
 None` before it builds a record.
 
 Kinds, by writer. The tree: match, split, insert, lock, unlock, evict (fields in `radix.RadixTree`). The pool:
-alloc, free. The scheduler: batch, and of a request submit, finish (its reason may be abort), retract.
+alloc, free. The scheduler: batch, and of a request submit, admit, extend, release, finish (its reason may be
+abort), retract: what tree and pool do between two of these, they do for the request named by the first. The
+engine, of each step: launch, results, commit, each with the time at which that work `began` (it ended at the
+event's own time), launch also with the time at which forming the batch began (`formed`), and with whether it only
+`queued` work for the device, as on a GPU, or did it.
 """
 
 from __future__ import annotations

@@ -288,6 +288,7 @@ class Algebra:
         self._universe: dict[str, Node] = {}
         self.characters: dict[tuple, Node] = {}  # character sets made before, and back (see `charsets`)
         self.character_sets: dict[Node, tuple] = {}
+        self.shortest: dict[Node, int] = {}  # lengths worked out before (see `json_formats`)
         self._word_lists: list[Sequence[bytes]] = []
         self.EMPTY: Node = self.intern(("empty",), lambda: Empty(False))
         self.EPSILON: Node = self.intern(("epsilon",), lambda: Epsilon(True, ""))

@@ -15,6 +15,7 @@ The way from here to there, a module each:
     regex -> regex_parse -> regex_compile -+
                                            +-> expressions -> automaton -> token_masks -> mask
     JSON Schema -> json_schema ------------+   derivatives    lazy rows    trie walk      jump -> forced tokens
+    free text with tags -> structural_tag -+
 
 Everything is lazy (an automaton state exists once a walk has come by, a mask once it is asked for) and bounded:
 what is malformed, unsupported, empty or too big raises GrammarError, a ValueError whose message names it.
@@ -41,7 +42,8 @@ FINISHED = -1  # the state after a stop token
 
 
 class Grammar:
-    """A set of texts (their UTF-8 bytes). Make one with `from_regex` or `from_json_schema`.
+    """A set of texts (their UTF-8 bytes). Make one with `from_regex`, `from_json_schema` or
+    `from_structural_tag`.
 
     Thread-safe; may serve any number of requests and tokenizers at once. `automaton` is its byte automaton.
     """
@@ -77,6 +79,16 @@ class Grammar:
         algebra = Algebra(budget)
         with algebra.budget.operation():
             return cls(algebra, *compile_schema(algebra, schema, whitespace))
+
+    @classmethod
+    def from_structural_tag(cls, tag: Any, *, whitespace: str | None = None, budget: Budget | None = None) -> Grammar:
+        """Free text in which the triggers of `tag` (a dict or JSON text) open what its structures say; see
+        `structural_tag`. whitespace: as in `from_json_schema`. Raises GrammarError, naming what is wrong."""
+        from .structural_tag import compile_structural_tag
+
+        algebra = Algebra(budget)
+        with algebra.budget.operation():
+            return cls(algebra, *compile_structural_tag(algebra, tag, whitespace))
 
     def matches(self, text: str | bytes) -> bool:
         """Is this text, whole, in the grammar?"""

@@ -31,11 +31,13 @@ class Edge:
     forced: bool = False
 
 
-def edges(automaton: Automaton, compressed: bool, max_states: int = 60) -> list[Edge]:
-    """The automaton's edges from the start on; parallel bytes are one edge. With `compressed`, chains of states
-    with a single way on are one edge too, and their inner states are gone. Raises GrammarError when more than
-    `max_states` states can be reached."""
-    found, seen, queue = [], {START}, deque([START])
+def edges(
+    automaton: Automaton, compressed: bool, max_states: int = 60, start: int = START, partial: bool = False
+) -> list[Edge]:
+    """The automaton's edges from `start` on; parallel bytes are one edge. With `compressed`, chains of states
+    with a single way on are one edge too, and their inner states are gone. When more than `max_states` states can
+    be reached: GrammarError, or with `partial` the edges between the nearest of them."""
+    found, seen, queue = [], {start}, deque([start])
     while queue:
         state = queue.popleft()
         text, after = automaton.forced(state) if compressed else (b"", state)
@@ -47,6 +49,8 @@ def edges(automaton: Automaton, compressed: bool, max_states: int = 60) -> list[
                 targets.setdefault(target, []).append(byte)
             steps = {target: Edge(state, _set_label(found_bytes), target) for target, found_bytes in targets.items()}
         for target, edge in steps.items():
+            if target not in seen and len(seen) >= max_states and partial:
+                continue
             found.append(edge)
             if target not in seen:
                 seen.add(target)

@@ -220,6 +220,8 @@ class GrammarCompiler:
             grammar = Grammar.from_regex(spec.source)
         elif spec.kind == "json_schema":
             grammar = Grammar.from_json_schema(spec.source, whitespace=spec.whitespace)
+        elif spec.kind == "structural_tag":
+            grammar = Grammar.from_structural_tag(spec.source, whitespace=spec.whitespace)
         else:
             raise UnsupportedGrammar(f"{spec.kind} is not supported by the grammar backend fsm")
         return FsmCompiled(grammar.compile(self.tokenizer, self.stop_ids))

@@ -192,7 +192,7 @@ class Executor(StateQueue):
             self.jobs.discard(job)
             turn.finish(lambda: done(replies))
 
-        job = Job(prompt, on_done, self.fail, **fields)
+        job = Job(prompt, on_done, self.fail, program=self.program, **fields)
         return job, turn
 
     def _gen(self, item: Gen) -> Turn | None:

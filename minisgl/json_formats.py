@@ -9,10 +9,14 @@
     uri                       RFC 3986, absolute
     json-pointer              RFC 6901
 
-All but json-pointer are ASCII without quotes and backslashes, so they are written without escapes.
+All but json-pointer are ASCII without quotes and backslashes, so they are written without escapes. Then a length is
+a number of bytes, and a limit (`within`) is one more counter on every state, where meeting the format with
+`.{0,254}` would search for a way out after every byte.
 """
 
 from __future__ import annotations
+
+from .expressions import Algebra, Alt, Arms, Concat, Literal, Node, Repeat, Switch
 
 _YEARS = r"(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _LEAP = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
@@ -23,7 +27,7 @@ _DATE = (
 )
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-_HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,126}}"
+_HOST = rf"{_LABEL}(?:\.{_LABEL})*"  # at most 127 labels: LONGEST sees to that
 _ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
 _OCTET = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _IPV4 = rf"{_OCTET}(?:\.{_OCTET}){{3}}"
@@ -61,6 +65,7 @@ FORMATS: dict[str, str] = {
 }
 # what a format further demands of the whole text's length
 LONGEST = {"hostname": 253, "email": 254}
+ESCAPED = frozenset(("json-pointer",))  # formats with characters that JSON escapes
 UNSUPPORTED_FORMATS = frozenset(
     (
         "idn-email",
@@ -73,3 +78,48 @@ UNSUPPORTED_FORMATS = frozenset(
         "uri-template",
     )
 )
+
+
+class Within(Node):
+    """The words of `body` of at most `high` bytes."""
+
+    __slots__ = ("body", "high")
+
+    def __init__(self, body: Node, high: int):
+        super().__init__(body.nullable, body.text)
+        self.body, self.high = body, high
+
+    def derive(self, algebra: Algebra) -> Arms:
+        arms = ((bits, within(algebra, left, self.high - 1)) for bits, left in algebra.arms(self.body))
+        return tuple(arm for arm in arms if arm[1] is not algebra.EMPTY)
+
+
+def within(algebra: Algebra, body: Node, high: int) -> Node:
+    """The words of a regular language (no intersections) of at most `high` bytes; EMPTY when there is none."""
+    if body is algebra.EMPTY or _shortest(algebra, body) > high:
+        return algebra.EMPTY
+    if body is algebra.EPSILON:
+        return body
+    return algebra.intern(("within", body, high), lambda: Within(body, high))
+
+
+def _shortest(algebra: Algebra, node: Node) -> int:
+    """How many bytes the shortest word has."""
+    if node.nullable:
+        return 0
+    if isinstance(node, Literal):
+        return len(node.data)
+    known = algebra.shortest.get(node)
+    if known is None:
+        if isinstance(node, Concat):
+            known = _shortest(algebra, node.head) + _shortest(algebra, node.tail)
+        elif isinstance(node, Repeat):
+            known = node.low * _shortest(algebra, node.body)
+        elif isinstance(node, Alt):
+            known = min(_shortest(algebra, option) for option in node.options)
+        elif isinstance(node, Switch):
+            known = 1 + min(_shortest(algebra, after) for _, after in node.arms)
+        else:
+            raise TypeError(f"no length for {type(node).__name__}")
+        algebra.shortest[node] = known
+    return known

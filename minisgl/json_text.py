@@ -21,7 +21,7 @@ from itertools import product
 
 from .charsets import EVERY, JSON, UTF8, any_text, characters, single
 from .expressions import Algebra, GrammarError, Node, UnsupportedGrammar
-from .json_formats import FORMATS, LONGEST
+from .json_formats import ESCAPED, FORMATS, LONGEST, within
 from .json_numbers import number_language
 from .json_values import All, Array, Boolean, Null, Number, Object, String, Value, together
 from .regex_compile import full_match, search
@@ -104,8 +104,10 @@ class Writer:
 
     def content(self, value: String) -> Node:
         """What may stand between the quotes, for strings that aren't listed."""
-        parts = [self.algebra.repeat(self.any_character, value.low, value.high)]
-        parts += [self.facet(*facet) for facet in sorted(value.facets)]
+        parts = [self.facet(*facet) for facet in sorted(value.facets)]
+        plain = any(kind == "format" and sign and source not in ESCAPED for kind, source, sign in value.facets)
+        if not plain or value.low or value.high is not None:  # plain texts are JSON texts anyway
+            parts.append(self.algebra.repeat(self.any_character, value.low, value.high))
         if value.excluded:
             parts.append(self.algebra.complement(self.spelt(value.excluded)))
         return self.algebra.both(*parts)
@@ -124,10 +126,11 @@ class Writer:
                 tree = _parsed(source, AGREED if sign and kind == "pattern" else GENEROUS)
                 node = search(self.algebra, tree, JSON)
             else:
-                plain = sign and source != "json-pointer"  # a format's characters need no escapes
-                encoding = UTF8 if plain else JSON
+                encoding = UTF8 if sign and source not in ESCAPED else JSON
                 node = full_match(self.algebra, _parsed(FORMATS[source], PYTHON), encoding)
-                if source in LONGEST:
+                if source in LONGEST and encoding == UTF8:
+                    node = within(self.algebra, node, LONGEST[source])
+                elif source in LONGEST:
                     character = characters(self.algebra, EVERY, encoding)
                     node = self.algebra.both(node, self.algebra.repeat(character, 0, LONGEST[source]))
             self._facets[key] = node if sign else self.algebra.complement(node)

@@ -18,7 +18,7 @@ orderName, `order` is certain as bytes, but the model would rather write the tok
 from __future__ import annotations
 
 from .automaton import Automaton
-from .token_masks import TokenTrie
+from .token_trie import TokenTrie
 from .tokenizer import BaseTokenizer
 
 MIN_JUMP = 2  # a jump of one token saves no forward step: the scheduler takes none below this

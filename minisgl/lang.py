@@ -341,6 +341,7 @@ class SglFunction:
         num_threads: int | str = "auto",
         progress_bar: bool = False,
         generator_style: bool = False,
+        use_thread: bool = True,
         **more: Any,
     ) -> Any:
         """Run the program once for each item, which is a dict of arguments, a tuple of them, or the one argument.
@@ -348,6 +349,7 @@ class SglFunction:
         Returns the states in the items' order when all have ended; generator_style: an iterator that yields them as
         they end, in that order.  The constant leading text of more than one program is computed once beforehand.
         num_threads: threads for program bodies; "auto" follows what the backend runs at once (see `batch`).
+        use_thread=False: each program waits for every generation at once, so that its forks run one after another.
         An exception in a program is raised at once; the other programs go on.  Ctrl-C stops them all.
         """
         given = locals()
@@ -363,7 +365,7 @@ class SglFunction:
         if len(calls) > 1 and not backend.hosted:
             self._prefill(backend, calls)
         programs = [Program(ended=False) for _ in calls]
-        states = [self._state(backend, params, options, False, False, program) for program in programs]
+        states = [self._state(backend, params, options, False, not use_thread, program) for program in programs]
 
         def body(index: int) -> None:
             self._body(states[index], *calls[index], False)

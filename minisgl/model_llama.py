@@ -80,6 +80,9 @@ class Llama:
         `attn.begin(batch)` has been called.  q, k and v reach `attn.forward` as views with a row stride of
         their own: the last two dimensions are contiguous, the first need not be.
         """
+        done = self.ops.decode(self, batch, attn)
+        if done is not None:
+            return done
         c = self.config
         q_width, qk_heads = c.num_heads, c.num_heads + c.num_kv_heads
         scale = c.head_dim**-0.5
@@ -103,8 +106,8 @@ class Llama:
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(L, N) rows of `forward`'s result -> (L, vocab) float32."""
-        return self.ops.linear(hidden, self.lm_head).float()
+        """(L, N) rows of `forward`'s result -> (L, vocab) in the model's dtype; the sampler makes float32 of them."""
+        return self.ops.logits(hidden, self.lm_head)
 
     def use(self, ops: Ops) -> None:
         """Compute with `ops` from now on (once, after loading): weights are brought into its layout.

@@ -10,10 +10,14 @@ host.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from .attention import Attention, ForwardBatch
+    from .model_llama import Llama
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -70,10 +74,19 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 class Ops:
     """The steps of a block as the model calls them, each the place where a device may fuse more.
 
-    This one is plain torch.  `CpuOps` (sizing) keeps weights in oneDNN's layout and lets its products do the
-    element-wise work on the way out; `TritonOps` (ops_triton) fuses norms, rotation and gating on a GPU.
-    Weights are those of `model_llama.Layer`, or what `pack` made of them.
+    This one is plain torch.  `PackedOps` (ops_cpu) keeps weights in oneDNN's layout and lets its products do the
+    element-wise work on the way out, `AmxOps` (ops_amx) does whole decode steps in one call; `TritonOps`
+    (ops_triton) fuses norms, rotation and gating on a GPU.  Weights are those of `model_llama.Layer`, or what
+    `pack` made of them.
     """
+
+    def decode(self, model: Llama, batch: ForwardBatch, attn: Attention) -> torch.Tensor | None:
+        """What `model.forward` is to return, if this object can do this whole step at once; else None."""
+        return None
+
+    def logits(self, hidden: torch.Tensor, weight: Any) -> torch.Tensor:
+        """hidden (T, N) @ lm_head.T -> (T, vocab)."""
+        return self.linear(hidden, weight)
 
     def pack(self, weight: torch.Tensor) -> Any:
         """A linear layer's weight (out, in) in the layout that this object multiplies with."""

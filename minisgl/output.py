@@ -8,7 +8,8 @@ thread, since a stop string may end it.
     Sink.token(id) -> text -> stop strings         Sink.result()   waits, then {"text", "output_ids", "meta_info"}
          |                      |
          |                      '-> "stop here"
-         '-> on_chunk(dict)  for a stream
+         |-> on_chunk(dict)  for a stream whose reader wants every chunk
+         '-> on_progress()   for one that reads `text` and `ids` at its own pace (`Sink.notify`)
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class Sink:
     ):
         self.request, self.tokenizer = request, tokenizer
         self.on_chunk = on_chunk
+        self.on_progress: Callable[[], None] | None = None
         self.logprobs = logprobs
         self.ended: Future[None] = Future()
         self.ended.set_running_or_notify_cancel()  # else cancelling a task that awaits it would set it
@@ -76,9 +78,31 @@ class Sink:
         stops = bool(params.stop or params.stop_regex)
         self.watches = on_chunk is not None or stops or logprobs is not None or request.guide is not None
         self._detokenizer = self._checker = None
-        if self.watches and tokenizer is not None:
+        if self.watches:
+            self._begin_text()
+
+    def _begin_text(self) -> None:
+        if self.tokenizer is not None and self._detokenizer is None:
+            params = self.request.params
             self._detokenizer = self._new_detokenizer()
             self._checker = StopChecker(list(params.stop), list(params.stop_regex), params.no_stop_trim)
+
+    def notify(self, on_progress: Callable[[], None]) -> None:
+        """Before submission: have `on_progress` called, on the engine's thread, when there is more to read, and when
+        `ended` is set.  It must be quick; unlike a chunk it carries nothing, so a slow reader holds nothing up."""
+        self.on_progress = on_progress
+        self.watches = self.request.watch = True
+        self._begin_text()
+
+    @property
+    def text(self) -> str:
+        """The text so far of a watched request, from any thread."""
+        return self._text
+
+    @property
+    def ids(self) -> list[int]:
+        """Its token ids so far; it goes on growing, so copy what is to be kept."""
+        return self._ids
 
     def _new_detokenizer(self) -> Detokenizer:
         params = self.request.params
@@ -101,7 +125,7 @@ class Sink:
         if self._detokenizer is None or self._checker is None:
             self._chunk()
             return None
-        if self._is_trimmed_stop(token):
+        if self.is_trimmed_stop(token):
             return None
         late_enough = len(self._ids) > self.request.params.min_new_tokens
         self._text += self._checker.feed(self._detokenizer.push((token,)), check=late_enough)
@@ -130,6 +154,8 @@ class Sink:
         self.ended.set_result(None)
         if self.on_chunk is not None:
             self.on_chunk(None)
+        if self.on_progress is not None:
+            self.on_progress()
 
     def fail(self, error: BaseException) -> None:
         """The engine could not finish the request."""
@@ -137,8 +163,10 @@ class Sink:
             self.ended.set_exception(error)
             if self.on_chunk is not None:
                 self.on_chunk(error)
+            if self.on_progress is not None:
+                self.on_progress()
 
-    def _is_trimmed_stop(self, token: int) -> bool:
+    def is_trimmed_stop(self, token: int) -> bool:
         """A token that ended the request by its id is not text (unless no_stop_trim)."""
         reason = self.request.finish_reason
         stopped = reason is not None and reason["type"] == "stop" and reason["matched"] == token
@@ -146,6 +174,8 @@ class Sink:
 
     def _chunk(self) -> None:
         """Pass on what is new.  The last chunk, the only one with a finish reason, is left to `end`."""
+        if self.on_progress is not None:
+            self.on_progress()
         new = self._detokenizer is None or len(self._text) > self._sent
         if self.on_chunk is not None and new and self.request.finish_reason is None:
             self.on_chunk(self._snapshot())
@@ -157,7 +187,7 @@ class Sink:
         self.ended.result(timeout)
         if self._detokenizer is None and self.tokenizer is not None:
             ids = self.request.output.tolist()
-            if ids and self._is_trimmed_stop(ids[-1]):
+            if ids and self.is_trimmed_stop(ids[-1]):
                 ids.pop()
             detokenizer = self._new_detokenizer()
             self._text = detokenizer.push(ids) + detokenizer.finish()

@@ -156,6 +156,8 @@ class RadixTree:
 
     stores = True
     """Whether `insert` takes ownership of slots (`NullCache` does not)."""
+    partial = True
+    """Whether `match` finds a part of what was inserted (`WholeCache` does not)."""
 
     def __init__(self, eviction: Eviction = "lru", events: EventLog | None = None) -> None:
         if eviction not in _RANKS:
@@ -230,6 +232,9 @@ class RadixTree:
                 "insert", node=end.id, parent=parent.id, **lengths, tokens=new.key, slots=new.slots
             )
         return Insert(end, matched, _concat([node.slots for node in path]))
+
+    def completed(self, node: Node) -> None:
+        """A whole prompt ends at `node`, not only a chunk of it.  The tree treats both alike; `WholeCache` does not."""
 
     def _walk(self, query: Ints) -> tuple[list[Node], int, int]:
         """Follow `query` down, changing nothing.
@@ -463,8 +468,9 @@ class RadixTree:
     def snapshot(self) -> dict[str, Any]:
         """The tree as plain dicts, lists and ints, for a visualiser or a JSON file.
 
-        Keys: eviction, version, total, evictable, locked, num_nodes and root; of a node: id, tokens, slots,
-        lock_count, last_access, created, hits, priority and children (a list of nodes).
+        Keys: eviction, version, tick (of the last match or insert), total, evictable, locked, num_nodes and root;
+        of a node: id, tokens, slots, lock_count, last_access, created, hits, priority and children (a list of
+        nodes).
         """
         root = _plain(self.root)
         plain = {0: root}
@@ -473,7 +479,7 @@ class RadixTree:
             plain[node.id] = _plain(node)
             plain[node.parent.id]["children"].append(plain[node.id])
         names = ("eviction", "version", "total", "evictable", "locked", "num_nodes")
-        return {**{name: getattr(self, name) for name in names}, "root": root}
+        return {**{name: getattr(self, name) for name in names}, "tick": self._tick, "root": root}
 
     def pretty(self, decode: Callable[[list[int]], str] | None = None, max_tokens: int = 8) -> str:
         """The tree as text, one node a line, of each edge at most `max_tokens` (through `decode`, if given).

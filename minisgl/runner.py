@@ -8,9 +8,7 @@
 the overlapped loop lives on.  What makes it possible is `last_token`: the sampler writes each row's token there and the
 next step's decodes read it from there, so the host need not know a token to have its successor computed.
 
-Decode steps run as CUDA graphs: the whole forward pass, a few hundred kernel launches, is recorded once per batch
-size and replayed with one call.  A replay reads its inputs at fixed addresses (`_Graph`), and a batch smaller than the
-recorded size is padded with the dummy row, which reads and writes the dummy slot.
+On a GPU, decode steps are replayed CUDA graphs (`graphs`), and prefixes that decodes share are read once (`sharing`).
 """
 
 from __future__ import annotations
@@ -21,13 +19,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .attention import Attention, ForwardBatch, HostBatch
+from .attention import Attention, ForwardBatch, HostBatch, SharedPrefixes
 from .constraint import Guide, masks
+from .graphs import DecodeGraphs, RowSampling
 from .model_llama import Llama
-from .pool import DUMMY_ROW, DUMMY_SLOT, RequestTable
+from .pool import RequestTable
 from .request import Request, Rows
 from .sampler import Logprobs, PenaltyState, SamplingBatch, output_logprobs, prompt_logprobs, sample
 from .scheduler import Batch
+from .sharing import PrefixSharing
 
 SMALL_STEP = 32  # rows of logits per product on a CPU, see `sizing`
 
@@ -49,12 +49,13 @@ class Step:
     """A batch on its way through the device."""
 
     batch: Batch
-    logits: torch.Tensor  # (R, vocab) float32 of the sequences that sample
+    logits: torch.Tensor  # (R, vocab) in the model's dtype, of the sequences that sample
     sampling: SamplingBatch | None  # of those sequences, as they were when the batch was formed
     guides: list[Guide | None] | None = None  # of those sequences, if any of them has a grammar
     top_logprobs: int = -1  # most alternatives that any of them wants beside its log-probability; -1: none wants any
     prompt_scores: list[PromptScores] = field(default_factory=list)
     tokens: torch.Tensor | None = None  # (R,) int64 on the device
+    drawn: bool = False  # `tokens` were drawn in the recorded step already
     logprobs: Logprobs | None = None  # of all R rows, if any of them wants some
     host_tokens: torch.Tensor | None = None
     done: torch.cuda.Event | None = None
@@ -65,6 +66,8 @@ class Runner:
 
     max_requests   rows of the request table, the dummy not counted
     graph_sizes    decode batch sizes to record as CUDA graphs (empty: none)
+    shared_sizes   the same for decodes that share prefixes
+    share_prefixes read prefixes that decodes share once; the attention must be able to (`shares_prefixes`)
     pad_rows       (tokens of a step, decodes among them) -> rows to compute, the rest padding (`sizing.ComputePlan`)
     """
 
@@ -77,6 +80,8 @@ class Runner:
         *,
         eos_ids: Sequence[int] = (),
         graph_sizes: Sequence[int] = (),
+        shared_sizes: Sequence[int] = (),
+        share_prefixes: bool = False,
         pad_rows: Callable[[int, int], int] = lambda tokens, decodes: tokens,
     ):
         self.pad_rows = pad_rows
@@ -92,22 +97,33 @@ class Runner:
         self.penalties = PenaltyState(table.max_requests + 1, self.vocab_size, self.device)
         self._sampling: tuple[Any, ...] | None = None  # rows, generations, and `_sampling_batch`'s result for them
         self._penalised: dict[int, int] = {}  # row -> generation for which its penalty state was made
-        self._graphs: dict[int, _Graph] = {}
-        self.graph_replays = 0
+        self.graph_replays = self.shared_steps = 0
+        self._sharing: PrefixSharing | None = None
+        if share_prefixes:
+            self._sharing = attention.prefix_sharing(table.max_requests)
+        self.row_sampling = RowSampling(table.max_requests + 1, self.device)
+        self._graphs: DecodeGraphs | None = None
         if graph_sizes:
-            self._capture(sorted(graph_sizes, reverse=True))
+            shared = self._sharing.tensors if self._sharing is not None else None
+            self._graphs = DecodeGraphs(self, list(graph_sizes), shared, list(shared_sizes))
 
     # ---- the three calls of a step ---------------------------------------------------------------------------------
 
     def launch(self, batch: Batch) -> Step:
         """Queue the forward pass of `batch`."""
         sampling, guides, top_logprobs = self._sampling_batch(batch)
-        graph = self._graph_for(batch)
+        shared = self._shared_prefixes(batch)
+        decodes_only = batch.num_decodes == len(batch) and bool(batch.samples.all())
+        graph = self._graphs.find(len(batch), shared is not None) if decodes_only and self._graphs else None
         if graph is not None:
+            assert sampling is not None
             self._sync_table()
+            graph.replay(batch)
             self.graph_replays += 1
-            return Step(batch, graph.replay(batch), sampling, guides, top_logprobs)
-        forward = self._forward_batch(batch)
+            n, plain = len(batch), guides is None and sampling.plain and sampling.unfiltered
+            tokens = graph.tokens[:n] if plain else None
+            return Step(batch, graph.logits[:n], sampling, guides, top_logprobs, tokens=tokens, drawn=plain)
+        forward = self._forward_batch(batch, shared)
         self.attention.begin(forward)
         hidden = self.model.forward(forward, self.attention)
         scores = self._score_prompts(batch, hidden)
@@ -121,13 +137,8 @@ class Runner:
         """
         if step.sampling is None:
             return
-        grammar_mask = None
-        if step.guides is not None:
-            packed = torch.from_numpy(masks(step.guides, self.vocab_size))
-            grammar_mask = packed.pin_memory().to(self.device, non_blocking=True) if self.cuda else packed
-        positions = self._to_device(step.batch.ends[step.batch.samples])
-        tokens = sample(step.logits, step.sampling, positions, grammar_mask, self.penalties)
-        self.last_token[step.sampling.rows] = tokens
+        tokens = step.tokens if step.drawn else self._draw(step, step.sampling)
+        assert tokens is not None
         self._count_sampled(step, tokens)
         if step.top_logprobs >= 0:
             step.logprobs = output_logprobs(step.logits, tokens, step.top_logprobs)
@@ -138,9 +149,21 @@ class Runner:
             step.done = torch.cuda.Event()
             step.done.record()
 
+    def _draw(self, step: Step, sampling: SamplingBatch) -> torch.Tensor:
+        grammar_mask = None
+        if step.guides is not None:
+            packed = torch.from_numpy(masks(step.guides, self.vocab_size))
+            grammar_mask = packed.pin_memory().to(self.device, non_blocking=True) if self.cuda else packed
+        positions = self._to_device(step.batch.ends[step.batch.samples])
+        tokens = sample(step.logits, sampling, positions, grammar_mask, self.penalties)
+        self.last_token[sampling.rows] = tokens
+        return tokens
+
     def _count_sampled(self, step: Step, tokens: torch.Tensor) -> None:
         """Note the tokens for penalties, less those that `Scheduler.force` has dropped already."""
         assert step.sampling is not None
+        if not self.penalties.allocated:
+            return
         rows, dropped = step.sampling.rows, step.batch.dropped[step.batch.samples]
         if dropped.any():
             kept = self._to_device(np.flatnonzero(~dropped))
@@ -165,11 +188,20 @@ class Runner:
 
     def close(self) -> None:
         """Drop the recorded graphs, which refer to this object: its memory then goes when it does."""
-        self._graphs.clear()
+        self._graphs = None
 
     # ---- building the device's batch ---------------------------------------------------------------------------------
 
-    def _forward_batch(self, batch: Batch) -> ForwardBatch:
+    def _shared_prefixes(self, batch: Batch) -> SharedPrefixes | None:
+        """What this batch's decodes share, if it pays to read it once."""
+        if self._sharing is None or batch.num_decodes < 2:
+            return None
+        k = batch.num_decodes
+        shared = self._sharing.plan(batch.rows[:k], batch.generation[:k], self.rows)
+        self.shared_steps += shared is not None
+        return shared
+
+    def _forward_batch(self, batch: Batch, shared: SharedPrefixes | None = None) -> ForwardBatch:
         """Flatten a batch; all of it goes to the device in one copy."""
         rows, starts, ends = batch.rows, batch.starts, batch.ends
         lengths = ends - starts
@@ -209,10 +241,11 @@ class Runner:
             max_new=int(lengths.max()),
             logit_rows=logit_rows_,
             host=HostBatch(q_start, ends, rows),
+            shared=shared,
         )
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(L, N) -> (L, vocab) float32; on a CPU in pieces of few rows, which are all multiplied alike."""
+        """(L, N) -> (L, vocab); on a CPU in pieces of few rows, which are all multiplied alike."""
         if self.cuda or len(hidden) <= SMALL_STEP:
             return self.model.logits(hidden)
         return torch.cat([self.model.logits(piece) for piece in hidden.split(SMALL_STEP)])
@@ -264,6 +297,8 @@ class Runner:
         )
         if len(sampling.penalised):
             self._start_penalties(rows, generation)
+        if self._graphs is not None:
+            self.row_sampling.update(sampling)
         top_logprobs = max(r.top_logprobs if r.return_logprob else -1 for r in requests)
         guides = [r.guide for r in requests] if any(r.guide for r in requests) else None
         self._sampling = (rows, generation, sampling, guides, top_logprobs)
@@ -300,78 +335,3 @@ class Runner:
                     scores.append(PromptScores(request, first + 1, logprobs))
             offset += end - start
         return scores
-
-    # ---- CUDA graphs -----------------------------------------------------------------------------------------------
-
-    def _graph_for(self, batch: Batch) -> _Graph | None:
-        """The smallest recorded step that holds this batch, if it is all decodes."""
-        if batch.num_decodes < len(batch) or not batch.samples.all():
-            return None
-        return next((graph for size, graph in self._graphs.items() if size >= len(batch)), None)
-
-    def _capture(self, sizes: Sequence[int]) -> None:
-        """Record the decode step for each batch size, the largest first so that smaller ones share its memory."""
-        pool = None
-        for size in sizes:
-            graph = _Graph(self, size, pool)
-            pool = graph.graph.pool()
-            self._graphs[size] = graph
-        self._graphs = dict(sorted(self._graphs.items()))
-
-
-class _Graph:
-    """The recorded decode step for up to `size` sequences.
-
-    inputs: (4, size) int64 at a fixed address: rows, positions, out slots, and whether the host supplies the token
-    (then its id, else -1).  Unused columns hold the dummy row at position 0.
-    """
-
-    def __init__(self, runner: Runner, size: int, pool):
-        self.runner, self.size = runner, size
-        device = runner.device
-        self.inputs = torch.zeros((4, size), dtype=torch.int64, device=device)
-        self.inputs[0].fill_(DUMMY_ROW)
-        self.inputs[2].fill_(DUMMY_SLOT)
-        self.q_start = torch.arange(size + 1, dtype=torch.int32, device=device)
-        self.every_row = torch.arange(size, dtype=torch.int64, device=device)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles kernels and settles workspaces before recording
-                self._forward()
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool):
-            self.logits = self._forward()
-
-    def _forward(self) -> torch.Tensor:
-        runner = self.runner
-        rows, positions, slots, host_ids = self.inputs
-        runner.device_table[rows, positions] = slots.int()
-        batch = ForwardBatch(
-            input_ids=torch.where(host_ids < 0, runner.last_token[rows], host_ids),
-            positions=positions,
-            out_slots=slots,
-            q_start=self.q_start,
-            seq_lens=(positions + 1).int(),
-            rows=rows.int(),
-            table=runner.device_table,
-            num_decodes=self.size,
-            max_seq_len=runner.table.max_context,
-            max_new=1,
-            logit_rows=self.every_row,
-        )
-        runner.attention.begin(batch)
-        return runner.model.logits(runner.model.forward(batch, runner.attention))
-
-    def replay(self, batch: Batch) -> torch.Tensor:
-        """(len(batch), vocab) float32 logits; valid until the next replay of any graph."""
-        n, runner = len(batch), self.runner
-        inputs = torch.zeros((4, self.size), dtype=torch.int64, pin_memory=True)
-        host = inputs.numpy()
-        host[0, :n], host[1, :n] = batch.rows, batch.starts
-        host[2, :n] = runner.table.slots[batch.rows, batch.starts]
-        host[3, :n] = np.where(batch.from_device, -1, runner.rows.ids[batch.rows, batch.starts])
-        self.inputs.copy_(inputs, non_blocking=True)
-        self.graph.replay()
-        return self.logits[:n]

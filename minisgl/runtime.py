@@ -22,6 +22,7 @@ import itertools
 import numbers
 import queue
 import weakref
+from array import array as array_of
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,7 @@ from .runner import Runner
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .tokenizer import BaseTokenizer, Tokenizer
+from .whole_cache import WholeCache
 
 Params = Mapping[str, Any] | SamplingParams | None
 Reply = dict[str, Any]
@@ -67,9 +69,10 @@ class Runtime:
     chunk_size            most tokens per step (a step decodes all that runs in any case); -1: unlimited
     schedule_policy       "lpm", "fcfs", "dfs-weight", "lof", "random"
     eviction              "lru", "lfu", "fifo", "mru", "priority"
-    radix_cache           False: no sharing between requests (for comparison)
+    radix_cache           for comparison: False, no sharing between requests; "whole", only of whole sequences
     overlap               form the next step while the device runs this one; auto: on a GPU
     cuda_graphs           record decode steps as CUDA graphs; auto: on a GPU
+    shared_prefix         read a prefix that running requests share once per step; auto: where the backend can (Triton)
     attention_backend     "auto", "triton" (GPU), "torch" (any), "reference" (slow and plain)
     jump_forward          append the tokens that a grammar forces without asking the model for each
     grammar_backend       "fsm" (ours), "llguidance", "xgrammar"; auto: ours, llguidance for what ours does not support
@@ -97,9 +100,10 @@ class Runtime:
         chunk_size: int | None = None,
         schedule_policy: str = "lpm",
         eviction: str = "lru",
-        radix_cache: bool = True,
+        radix_cache: bool | str = True,
         overlap: bool | str = "auto",
         cuda_graphs: bool | str = "auto",
+        shared_prefix: bool | str = "auto",
         attention_backend: str = "auto",
         jump_forward: bool = True,
         grammar_backend: str = "auto",
@@ -123,7 +127,8 @@ class Runtime:
         _check_int("seed", seed, 0)
         if seed >= 1 << 63:
             raise ValueError(f"seed must be below 2^63, got {seed}")
-        _check_flag("radix_cache", radix_cache)
+        if radix_cache != "whole" and not isinstance(radix_cache, bool):
+            raise ValueError(f"radix_cache must be True, False or 'whole', got {radix_cache!r}")
         if not isinstance(events, EventLog):
             _check_flag("events", events)
         if tokenizer is not None and chat_template is not None:
@@ -139,7 +144,7 @@ class Runtime:
         config = source.config
         plan = sizing.choose_compute(config, self.device, dtype)
         loaded = load_model(source, dtype=plan.dtype, device=self.device, seed=seed)
-        sizing.apply(plan, loaded.model)
+        sizing.apply(plan, loaded.model, attention_backend)
         self.name, self.config, self.dtype = loaded.name, config, plan.dtype
         if tokenizer is None and loaded.folder is not None:
             tokenizer = Tokenizer(loaded.folder, chat_template=chat_template)
@@ -158,7 +163,11 @@ class Runtime:
         self.events = events if isinstance(events, EventLog) else (EventLog() if events else None)
         pool = KVPool(config.num_layers, capacity, config.num_kv_heads, config.head_dim, plan.dtype, self.device)
         table = RequestTable(max_running_requests, context)
-        self.tree = RadixTree(eviction, self.events) if radix_cache else NullCache()  # pyright: ignore
+        if radix_cache:
+            tree = WholeCache if radix_cache == "whole" else RadixTree
+            self.tree = tree(eviction, self.events)  # pyright: ignore[reportArgumentType]
+        else:
+            self.tree = NullCache()
         self.scheduler = Scheduler(
             self.tree,
             SlotAllocator(capacity, self.events),
@@ -169,14 +178,21 @@ class Runtime:
             seed=seed,
             events=self.events,
         )
+        attention = sizing.make_attention(attention_backend, pool, config)
+        can_share = attention.shares_prefixes and not any(config.windows)
+        share = _check_switch("shared_prefix", shared_prefix, auto=can_share and bool(radix_cache))
+        if share and not can_share:
+            raise ValueError("shared_prefix=True needs attention_backend='triton' and a model without sliding windows")
         with torch.inference_mode():
             runner = Runner(
                 loaded.model,
-                sizing.make_attention(attention_backend, pool, config),
+                attention,
                 table,
                 self.scheduler.rows,
                 eos_ids=self.eos_token_ids,
                 graph_sizes=sizing.graph_sizes(max_running_requests) if graphs else (),
+                shared_sizes=sizing.shared_graph_sizes(max_running_requests) if graphs else (),
+                share_prefixes=share,
                 pad_rows=plan.rows,
             )
         if not isinstance(jump_forward, bool):
@@ -328,7 +344,12 @@ class Runtime:
 
     def reset_stats(self) -> None:
         """Start the totals of `stats` anew."""
-        self._engine.call(lambda: setattr(self._engine, "counters", Counters()))
+
+        def reset() -> None:
+            self._engine.counters = Counters()
+            self._engine.runner.graph_replays = self._engine.runner.shared_steps = 0
+
+        self._engine.call(reset)
 
     def stats(self) -> dict[str, Any]:
         """Queue, memory and totals now.  Lengths in tokens, times in seconds."""
@@ -351,6 +372,8 @@ class Runtime:
             "cached_tokens": c.cached_tokens,
             "output_tokens": c.output_tokens,
             "steps": c.steps,
+            "graph_replays": self._engine.runner.graph_replays,
+            "shared_prefix_steps": self._engine.runner.shared_steps,
             "busy_time": c.busy_time,
             "host_time_share": c.host_time / c.busy_time if c.busy_time else 0.0,
             "output_tokens_per_s": c.output_tokens / c.busy_time if c.busy_time else 0.0,
@@ -410,7 +433,7 @@ class Runtime:
                 raise ValueError(
                     f"sampling_params has {len(sampling_params)} entries for {len(prompts)} prompts"
                 )
-            params = [SamplingParams.make(p) for p in sampling_params]
+            params = _make_all(sampling_params)
         else:
             params = [SamplingParams.make(sampling_params)] * len(prompts)  # type: ignore[arg-type]
         _check_int("logprob_start_len", logprob_start_len, -1)
@@ -474,8 +497,9 @@ class Runtime:
     def _checked_ids(self, name: str, row: Any) -> np.ndarray:
         vocab = self.config.vocab_size
         try:
-            array = np.asarray(row)
-        except ValueError:  # lists of different depths
+            quick = type(row) is list and row and type(row[0]) is int  # a third faster than numpy's own look at it
+            array = np.frombuffer(array_of("q", row), np.int64) if quick else np.asarray(row)
+        except (ValueError, TypeError, OverflowError):  # lists of different depths, or not integers
             array = np.zeros((0, 0))
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise ValueError(f"{name} must be integers, in a list for each prompt")
@@ -553,6 +577,21 @@ def _put_in_loop(loop: asyncio.AbstractEventLoop, chunks: asyncio.Queue[Any], it
 
 def _stop(engine: Engine) -> None:
     engine.stop()
+
+
+def _make_all(given: Sequence[Params]) -> list[SamplingParams]:
+    """`SamplingParams.make` of each; requests by the hundred mostly bring equal dicts, which are checked once."""
+    made: dict[Any, SamplingParams] = {}
+    result = []
+    for params in given:
+        try:
+            key = tuple((k, type(v), v) for k, v in params.items()) if type(params) is dict else id(params)
+            if key not in made:
+                made[key] = SamplingParams.make(params)
+            result.append(made[key])
+        except TypeError:  # a list among the values: no key
+            result.append(SamplingParams.make(params))
+    return result
 
 
 def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:

@@ -83,7 +83,7 @@ def sample(
     if logits.is_cuda and batch.plain and not batch.all_greedy and grammar_mask is None and batch.unfiltered:
         from .sampler_triton import draw  # the same draw in three kernels
 
-        return draw(logits, batch.inverse_temperature, batch.greedy, uniform(batch.seed, positions))
+        return draw(logits, batch.inverse_temperature, batch.greedy, batch.seed, positions)
     logits = _adjust(logits, batch, positions, grammar_mask, penalties)
     likeliest = _argmax(logits)
     if batch.all_greedy:

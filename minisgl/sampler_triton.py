@@ -54,8 +54,16 @@ def _sums(logits_ptr, peak_ptr, sum_ptr, inverse_ptr, stride, V, BLOCKS, BLOCK: 
 
 
 @triton.jit
+def _mix(x):
+    """SplitMix64's finaliser, `sampling_batch.mix` in 64 unsigned bits."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
 def _pick(
-    logits_ptr, peak_ptr, at_ptr, sum_ptr, inverse_ptr, greedy_ptr, uniform_ptr, out_ptr, stride, V, BLOCKS,
+    logits_ptr, peak_ptr, at_ptr, sum_ptr, inverse_ptr, greedy_ptr, seed_ptr, position_ptr, out_ptr, stride, V, BLOCKS,
     BLOCK: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """The token of one row: argmax if it is greedy, else the first whose cumulated weight is above the target."""
@@ -67,7 +75,10 @@ def _pick(
     likeliest = tl.min(tl.where(known & (peaks == peak), tl.load(at_ptr + row * BLOCKS + every, mask=known), V), 0)
     sums = tl.load(sum_ptr + row * BLOCKS + every, mask=known, other=0)
     total = tl.sum(sums, 0)
-    target = (tl.load(uniform_ptr + row) * total.to(tl.float64)).to(tl.int64)
+    step = tl.load(position_ptr + row).to(tl.uint64) * 0x9E3779B97F4A7C15
+    bits = _mix(tl.load(seed_ptr + row).to(tl.uint64) + step)
+    uniform = (bits >> 11).to(tl.float64) * 1.1102230246251565e-16  # 53 bits: `sampler.uniform`
+    target = (uniform * total.to(tl.float64)).to(tl.int64)
     target = tl.minimum(target, total - 1)
     cumulated = tl.cumsum(sums, 0)
     block = tl.minimum(tl.sum((known & (cumulated <= target)).to(tl.int32), 0), BLOCKS - 1)
@@ -81,12 +92,17 @@ def _pick(
 
 
 def draw(
-    logits: torch.Tensor, inverse_temperature: torch.Tensor, greedy: torch.Tensor, uniform: torch.Tensor
+    logits: torch.Tensor,
+    inverse_temperature: torch.Tensor,
+    greedy: torch.Tensor,
+    seed: torch.Tensor,
+    positions: torch.Tensor,
 ) -> torch.Tensor:
     """Next tokens, (R,) int64.
 
-    logits (R, V) in any float dtype, rows contiguous; inverse_temperature (R,) float32; greedy (R,) bool; uniform
-    (R,) float64 in [0, 1).  Launches three kernels and waits for nothing.
+    logits (R, V) in any float dtype, rows contiguous; inverse_temperature (R,) float32; greedy (R,) bool; seed (R,)
+    int64, mixed (`SamplingBatch`); positions (R,) int64.  Launches three kernels and waits for nothing, so it can be
+    recorded in a CUDA graph.
     """
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
@@ -100,6 +116,7 @@ def draw(
     _peaks[(rows, blocks)](logits, peak, at, *shape, BLOCK=BLOCK, num_warps=8)
     _sums[(rows, blocks)](logits, peak, sums, inverse_temperature, *shape, BLOCK=BLOCK, MANY=many, num_warps=8)
     _pick[(rows,)](
-        logits, peak, at, sums, inverse_temperature, greedy, uniform, out, *shape, BLOCK=BLOCK, MANY=many, num_warps=8
-    )
+        logits, peak, at, sums, inverse_temperature, greedy, seed, positions, out, *shape, BLOCK=BLOCK, MANY=many,
+        num_warps=8,
+    )  # fmt: skip
     return out

@@ -174,7 +174,7 @@ class Scheduler:
         extends: list[tuple[Request, int, int]] = []
         budget = self._continue_prompts(extends, budget)
         if self.waiting:
-            self._admit(extends, budget)
+            self._admit(extends, budget, decodes)
         if not len(decodes) and not extends:
             if self.running and not self.uncommitted:
                 self._retract(self._victim())  # prompts hold the memory that they need to go on: one steps back
@@ -243,18 +243,19 @@ class Scheduler:
         state.kv_len[row] = match.length
         return match.length - kv_len
 
-    def _admit(self, extends: list[tuple[Request, int, int]], budget: int) -> None:
+    def _admit(self, extends: list[tuple[Request, int, int]], budget: int, decodes: np.ndarray) -> None:
         """Move waiting requests into the batch while chunk budget, rows and memory last."""
         if budget < 1 or not self.table.available_rows:
             return
         admitted: list[Request] = []
         state = self.rows
         reserve = self._reserve()
+        chunking = self._in_chunks(decodes)
         for request in order_waiting(self.waiting, self.policy, self.tree, self.rng, self.max_passed_over):
             if budget < 1 or not self.table.available_rows:
                 break
             match = self.tree.match(request.tokens[: request.reusable])
-            if self._waits_for_chunks(request, match.length):
+            if self._waits_for_chunks(request, match.length, chunking):
                 continue
             total = len(request.tokens)
             own_reserve = self.reserve_ratio * min(request.max_len - total, RESERVE_CLIP)
@@ -271,6 +272,7 @@ class Scheduler:
             request.node, request.tree_len = match.node, match.length
             if request.cached_tokens is None:
                 request.cached_tokens = match.length
+            self._emit("admit", rid=request.rid, cached=match.length, prompt=total)
             self.table.write(row, 0, match.slots)
             state.kv_len[row] = match.length
             self.running.append(request)
@@ -280,6 +282,8 @@ class Scheduler:
             # the rest of a prompt that continues in a later chunk is spoken for as well
             reserve += own_reserve + (total - match.length - new)
             budget -= new
+            if new < total - match.length:
+                chunking.append(request)
         self._drop_from_waiting(admitted)
 
     def _extend(self, request: Request, n: int) -> tuple[Request, int, int]:
@@ -287,6 +291,7 @@ class Scheduler:
         row, state = request.row, self.rows
         start = int(state.kv_len[row])
         end = start + n
+        self._emit("extend", rid=request.rid, start=start, end=end)
         self.table.write_new(row, start, self.allocator.alloc(n))
         state.kv_len[row] = end
         if request.logprob_start is None:  # else it may be computing again what the tree has: share when it ends
@@ -314,20 +319,27 @@ class Scheduler:
         prompts = [r for r, _, _ in extends]
         return Batch(rows, starts, ends, samples, from_device, k, generation, prompts, dropped)
 
-    def _waits_for_chunks(self, request: Request, matched: int) -> bool:
+    def _in_chunks(self, decodes: np.ndarray) -> list[Request]:
+        """The running requests whose tokens are not all computed, or being computed, by the batch that is formed."""
+        state = self.rows
+        missing = state.active & (state.num_tokens > state.kv_len) & (state.in_flight == 0)
+        missing[decodes] = False
+        return [self._at(row) for row in np.flatnonzero(missing)]
+
+    def _waits_for_chunks(self, request: Request, matched: int, chunking: list[Request]) -> bool:
         """True if somebody is still computing, chunk by chunk, more of this request's prefix than the tree has."""
         if not self.tree.stores:
             return False
         state, limit = self.rows, request.reusable
-        for other in self.running:
+        for other in chunking:
             row = other.row
-            if state.num_tokens[row] - state.kv_len[row] < 1 or state.in_flight[row]:
-                continue  # its prompt is done
             n = min(limit, int(state.num_tokens[row]))
             if n <= matched:
                 continue
             same = request.tokens[:n] == state.ids[row, :n]
             common = n if same.all() else int(same.argmin())
+            if not self.tree.partial and common < other.prompt_len:
+                continue
             if common > max(matched, int(state.kv_len[row])):
                 return True
         return False
@@ -380,10 +392,13 @@ class Scheduler:
         if request.node is not None:
             self.tree.unlock(request.node)
         request.node, request.tree_len = inserted.node, length
+        if length >= request.prompt_len:
+            self.tree.completed(inserted.node)
 
     def _release(self, request: Request, keep: bool) -> None:
         """Take a running request off its row.  `keep`: leave what it computed in the tree (unlocked)."""
         row, state = request.row, self.rows
+        self._emit("release", rid=request.rid, keep=keep)
         # tokens sampled but not read back have no id yet and cannot be keys
         known = min(int(state.kv_len[row]), int(state.num_tokens[row]))
         if keep:

@@ -16,6 +16,7 @@ step also computes prompts.  In float32 the last bit may differ as well, but tha
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import time
 import warnings
@@ -35,11 +36,11 @@ from .pool import KVPool
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 EVICTIONS = ("lru", "lfu", "fifo", "mru", "priority")
 ATTENTION_BACKENDS = ("auto", "triton", "torch", "reference")
-DEFAULT_RUNNING = {"cpu": 64, "cuda": 512}
+DEFAULT_RUNNING = {"cpu": 64, "cuda": 1024}
 DEFAULT_CHUNK = {"cpu": 256, "cuda": 8192}
 TILE = 256  # rows
 CPU_KV_BYTES = 4 << 30  # on a CPU the pool is taken from at most this much memory
-MAX_GRAPH_BATCH = 512
+MAX_GRAPH_BATCH = 1024
 
 
 @dataclass
@@ -146,16 +147,32 @@ def _times(
     return times
 
 
-def apply(plan: ComputePlan, model: Llama) -> None:
-    """Make a freshly loaded model compute as planned."""
+def apply(plan: ComputePlan, model: Llama, attention_backend: str = "auto") -> None:
+    """Make a freshly loaded model compute as planned.
+
+    With attention_backend="auto" decode steps are computed by compiled code where that is possible (`ops_amx`).
+    """
     if model.device.type == "cuda":
         try:
             from .ops_triton import TritonOps
         except ImportError:  # no Triton on this platform: plain torch
             return
         model.use(TritonOps())
+    elif attention_backend == "auto" and plan.packed and (ops := _compiled_ops(model)):
+        model.use(ops)
     else:
         model.use(PackedOps() if plan.packed else Ops())
+
+
+def _compiled_ops(model: Llama) -> Ops | None:
+    from . import ops_amx
+
+    try:
+        ops_amx.check(model.config, model.dtype)
+        return ops_amx.AmxOps(ops_amx.load())
+    except ops_amx.Unavailable as reason:
+        logging.getLogger("minisgl").info("decode steps are computed in torch: %s", reason)
+        return None
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -225,5 +242,12 @@ def make_attention(backend: str, pool: KVPool, config: LlamaConfig) -> Attention
 def graph_sizes(max_requests: int) -> list[int]:
     """Decode batch sizes to record: powers of two at first, then closer, so that padding stays below a fifth."""
     top = min(max_requests, MAX_GRAPH_BATCH)
-    sizes = [1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16), *range(288, MAX_GRAPH_BATCH + 1, 32)]
+    sizes = [1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, 1025, 64)]
+    return sorted({s for s in sizes if s < top} | {top})
+
+
+def shared_graph_sizes(max_requests: int) -> list[int]:
+    """The same for batches with shared prefixes: fewer, since each costs a recording at start."""
+    top = min(max_requests, MAX_GRAPH_BATCH)
+    sizes = [4, 8, 16, 32, 48, 64, *range(96, 257, 32), *range(288, 577, 48), *range(640, 1025, 64)]
     return sorted({s for s in sizes if s < top} | {top})

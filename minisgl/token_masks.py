@@ -1,14 +1,12 @@
-"""Which tokens are legal in a state: one walk of the vocabulary's byte trie, vectorised, then remembered.
+"""Which tokens are legal in a state, worked out once and remembered.
 
-All tokens' bytes form a trie, built once per tokenizer. Its nodes are numbered breadth first, so that the
-children of a node are neighbours, and a walk is a handful of array operations per level:
+A token is legal when a walk of the vocabulary's byte trie (see `token_trie`) reaches its node alive. The mask of a
+state is packed 32 tokens to a uint32, token i being bit i % 32 of word i // 32, which is what a GPU kernel wants to
+read. Masks have to be ready before the device is, so most of the trie is not walked:
 
-    level 1   nodes [ a  b  " ]        states = table[state, byte]          dead ones drop out
-    level 2   children of the living   states = table[parent's state, byte]
-    ...
-
-A token is legal when its node is reached alive. The mask of a state is packed 32 tokens to a uint32, token i being
-bit i % 32 of word i // 32, which is what a GPU kernel wants to read.
+    "any of these characters, n times"     the walk is the same for every n and whatever follows: done once (`_Loop`)
+    other states that much leads to        walked in a quotient of the trie (`token_classes`)
+    the rest                               level by level
 
 Alive in bytes isn't yet alive in tokens: a vocabulary may lack the tokens to spell what is left. `lives` asks
 whether tokens lead on from a state to acceptance, and moves into states where they don't are taken out of the
@@ -19,175 +17,137 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from .automaton import DEAD, START, Automaton
-from .expressions import Alt, Concat, GrammarError, Literal, Named, Node, Repeat, Switch, Words
-from .tokenizer import BaseTokenizer
+from .charsets import JSON, any_text
+from .expressions import Algebra, Alt, Concat, GrammarError, Literal, Named, Node, Repeat, Switch, Words
+from .token_classes import ClassSteps, Quotient, partition
+from .token_trie import TokenTrie, Walked, distinct, joined, one, token_trie
 
-_LOOPS = 32  # character sets whose walk is remembered, 2 MB each for 128k tokens
+_BULK = 8_000  # nodes below one state from which on shortcuts are worth their overhead
+_FEW_WAYS = 8  # bytes; below that little is left after the next byte
+_SKIPPED = 2  # first bytes of tokens that are walked one by one
 _NEVER = 1 << 30
 _SEARCHED = 20_000  # states that one search for a way out may visit
 
 
-class TokenTrie:
-    """The byte trie of a vocabulary, as arrays over its nodes (node 0 is the root).
-
-    pieces: the bytes of every token id; b"" is never text and has no node.
-    """
-
-    def __init__(self, pieces: list[bytes]):
-        self.vocab_size = len(pieces)
-        order = sorted((i for i, piece in enumerate(pieces) if piece), key=lambda i: pieces[i])
-        lengths = np.array([len(pieces[i]) for i in order], dtype=np.int32)
-        data = np.frombuffer(b"".join(pieces[i] for i in order), dtype=np.uint8)
-        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64) if order else lengths
-        at = np.zeros(len(order), dtype=np.int32)  # the node each token has come to
-        bytes_, parents, made = [np.zeros(1, np.uint8)], [np.zeros(1, np.int32)], 1
-        alive = np.arange(len(order))
-        depth = 0
-        while len(alive):
-            # tokens are sorted, so those that share a node stand together
-            key = at[alive].astype(np.int64) * 256 + data[starts[alive] + depth]
-            fresh = np.concatenate([[True], key[1:] != key[:-1]])
-            bytes_.append((key[fresh] & 255).astype(np.uint8))
-            parents.append((key[fresh] >> 8).astype(np.int32))
-            at[alive] = made + np.cumsum(fresh) - 1
-            made += int(fresh.sum())
-            depth += 1
-            alive = alive[lengths[alive] > depth]
-        self.byte = np.concatenate(bytes_)
-        self.parent = np.concatenate(parents)
-        self.node_of = np.zeros(self.vocab_size, dtype=np.int32)  # root: no text
-        self.node_of[np.array(order, dtype=np.int64)] = at
-        self.is_token = np.zeros(made, dtype=bool)
-        self.is_token[at] = True
-        counts = np.bincount(self.parent[1:], minlength=made)
-        self.children = counts.astype(np.int32)
-        self.first_child = (1 + np.concatenate([[0], np.cumsum(counts)[:-1]])).astype(np.int32)
-        self.loops: dict[tuple, _Loop] = {}  # by character set: the same in every grammar
-        singles = {piece[0] for piece in pieces if len(piece) == 1}
-        self.single_bytes = sum(1 << byte for byte in singles)
-
-    def __len__(self) -> int:
-        return len(self.byte)
-
-    def child(self, node: int, byte: int) -> int:
-        """The node one byte further, 0 when no token goes there."""
-        first, count = int(self.first_child[node]), int(self.children[node])
-        at = first + int(np.searchsorted(self.byte[first : first + count], byte))
-        return at if at < first + count and self.byte[at] == byte else 0
-
-    def descend(self, data: bytes) -> int:
-        """The node of `data`, 0 when no token begins so."""
-        node = 0
-        for byte in data:
-            node = self.child(node, byte)
-            if not node:
-                break
-        return node
-
-    def levels(
-        self, automaton: Automaton, nodes: np.ndarray, states: np.ndarray
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Walk on from `nodes`, where the automaton is in `states` (both int32 (n,)): level by level the nodes
-        that are reached alive, and the states there."""
-        while True:
-            counts = self.children[nodes]
-            total = int(counts.sum())
-            if not total:
-                return
-            _expand(automaton, states if counts.all() else states[counts > 0])
-            ends = np.cumsum(counts, dtype=np.int32)
-            children = np.repeat(self.first_child[nodes] - (ends - counts), counts)
-            children += np.arange(total, dtype=np.int32)
-            cells = np.repeat(states << 8, counts)  # at most 2^31 cells: the automaton's limit of states
-            cells += self.byte[children]
-            after = automaton.table.reshape(-1)[cells]
-            alive = after != DEAD
-            nodes, states = children[alive], after[alive]
-            if not len(nodes):
-                return
-            yield nodes, states
-
-    def walk(self, automaton: Automaton, state: int, root: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """All levels below one node together."""
-        return _joined(self.levels(automaton, _int32(root), _int32(state)))
-
-    def has_token_below(self, automaton: Automaton, state: int, root: int) -> bool:
-        """Is there a legal token that goes on from `root`, where the automaton is in `state`?"""
-        levels = self.levels(automaton, _int32(root), _int32(state))
-        return any(self.is_token[nodes].any() for nodes, _ in levels)
-
-
-def _int32(number: int) -> np.ndarray:
-    return np.array([number], dtype=np.int32)
-
-
-def _joined(levels: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    found = list(levels)
-    if not found:
-        return np.zeros(0, np.int32), np.zeros(0, np.int32)
-    return np.concatenate([nodes for nodes, _ in found]), np.concatenate([states for _, states in found])
-
-
-def _distinct(automaton: Automaton, states: np.ndarray) -> list[int]:
-    """The states that occur, by marking them: several times faster than sorting."""
-    seen = np.zeros(len(automaton), dtype=bool)
-    seen[states] = True
-    return np.flatnonzero(seen).tolist()
-
-
-def _expand(automaton: Automaton, states: np.ndarray) -> None:
-    new = states[~automaton.expanded[states]]
-    if len(new):
-        for state in _distinct(automaton, new):
-            automaton.algebra.budget.check_time()
-            automaton.expand(state)
-
-
-_TRIES: weakref.WeakKeyDictionary[BaseTokenizer, TokenTrie] = weakref.WeakKeyDictionary()
-
-
-def token_trie(tokenizer: BaseTokenizer) -> TokenTrie:
-    """The trie of a tokenizer, built once. Raises GrammarError when its tokens have no bytes."""
-    trie = _TRIES.get(tokenizer)
-    if trie is None:
-        try:
-            pieces = tokenizer.all_token_bytes()
-        except ValueError as error:
-            raise GrammarError(f"constrained decoding: {error}") from None
-        trie = _TRIES[tokenizer] = TokenTrie(pieces)
-    return trie
-
-
 class _Loop:
-    """The trie walked by repetitions of one character set, whatever comes after them.
+    """Tokens, after their first `skip` bytes, walked by repetitions of one character set, whatever comes after them.
 
     rounds: how many repetitions a node needs, the one it is in the middle of included; _NEVER outside the loop.
     whole: where a round is complete. usable: every round can be completed with tokens of one byte.
     """
 
-    def __init__(self, usable: bool, whole: np.ndarray, rounds: np.ndarray):
-        self.usable, self.whole, self.rounds = usable, whole, rounds
+    def __init__(self, trie: TokenTrie, skip: int, usable: bool, whole: np.ndarray, rounds: np.ndarray):
+        self.trie, self.skip, self.usable, self.whole, self.rounds = trie, skip, usable, whole, rounds
+        self.of_token = rounds.take(trie.node_of)
+        self.of_token[trie.node_of < trie.level[skip + 1]] = _NEVER
         self._exits: dict[int, np.ndarray] = {}
 
-    def within(self, high: int | None) -> np.ndarray:
-        """The nodes reached by at most `high` rounds, bool (nodes,); a new array."""
-        legal = self.rounds < _NEVER if high is None else self.rounds <= high
-        legal[0] = False
-        return legal
-
-    def exits(self, trie: TokenTrie, byte: int) -> np.ndarray:
+    def exits(self, byte: int) -> np.ndarray:
         """The nodes that `byte` leads to from a complete round."""
         found = self._exits.get(byte)
         if found is None:
-            nodes = np.flatnonzero(trie.byte == byte).astype(np.int32)
-            nodes = nodes[nodes > 0]
-            found = self._exits[byte] = nodes[self.whole[trie.parent[nodes]]]
+            nodes = np.flatnonzero(self.trie.byte == byte)
+            nodes = nodes[nodes >= self.trie.level[self.skip + 1]]
+            found = self._exits[byte] = nodes[self.whole[self.trie.parent[nodes]]]
         return found
+
+
+class Shortcuts:
+    """What walks of one trie have in common, whatever the grammar; the last few of each kind are remembered."""
+
+    def __init__(self, trie: TokenTrie, keep: int = 24):
+        self.trie, self.keep = trie, keep
+        self.loops: OrderedDict[tuple, _Loop] = OrderedDict()  # 1.5 MB each for 128k tokens
+        self._quotients: OrderedDict[tuple[bytes, int], Quotient] = OrderedDict()  # 2 MB
+
+    def quotient(self, classes: np.ndarray, skip: int) -> Quotient:
+        key = classes.tobytes(), skip
+        found = self._quotients.get(key)
+        if found is None:
+            found = self._quotients[key] = Quotient(self.trie, classes, skip)
+        self._quotients.move_to_end(key)
+        while len(self._quotients) > self.keep:
+            self._quotients.popitem(last=False)
+        return found
+
+    def remember(self, key: tuple, loop: _Loop) -> _Loop:
+        self.loops[key] = loop
+        self.loops.move_to_end(key)
+        while len(self.loops) > self.keep:
+            self.loops.popitem(last=False)
+        return loop
+
+
+_SHORTCUTS: weakref.WeakKeyDictionary[TokenTrie, Shortcuts] = weakref.WeakKeyDictionary()
+
+
+class _Spread:
+    """What a walk reaches. Tokens are in the order of the trie."""
+
+    def __init__(self, automaton: Automaton, trie: TokenTrie, doomed: np.ndarray | None):
+        self.automaton, self.trie, self.doomed = automaton, trie, doomed
+        self.tokens = np.zeros(len(trie.order), dtype=bool)
+        self._nodes = np.zeros(len(trie), dtype=bool)
+        self._ends = np.zeros(len(automaton), dtype=bool)  # by state: does a token end there?
+
+    def add(self, nodes: np.ndarray, states: np.ndarray) -> None:
+        """Nodes of the trie that were reached, and the states there."""
+        self._note(states.compress(self.trie.is_token.take(nodes)))
+        self._nodes[self._spared(nodes, states)] = True
+
+    def add_below(self, nodes: np.ndarray, states: np.ndarray) -> None:
+        """Everything that is reached from nodes of the trie."""
+        for found in self.trie.levels(self.automaton, nodes, states):
+            self.add(*found)
+
+    def add_quotient(self, steps: ClassSteps, tops: dict[int, np.ndarray]) -> None:
+        """Everything below some nodes at the quotient's depth: `tops[state]` are those in `state`."""
+        trie, quotient, size = self.trie, steps.quotient, len(steps.quotient)
+        ids, states, before = steps.walk(list(tops))
+        reached, ends = np.zeros(len(before), dtype=bool), np.zeros(len(before), dtype=bool)
+        reached[self._spared(ids, states)] = True
+        for number, nodes in enumerate(tops.values()):
+            part = slice(number * size, number * size + size)
+            for low, high in trie.ranges(nodes):
+                spelt = quotient.of_token[low:high]
+                self.tokens[low:high] |= reached[part].take(spelt)
+                ends[part][spelt] = True
+            if before[part].any():
+                self._add_mixed(quotient, before[part], nodes)
+        self._note(states[ends[ids]])
+
+    def _add_mixed(self, quotient: Quotient, before: np.ndarray, tops: np.ndarray) -> None:
+        """Where the quotient was left: on from there in the trie."""
+        trie = self.trie
+        members = quotient.members(before != 0)
+        members = members[np.isin(trie.ancestors(quotient.skip)[members], tops)]
+        states = before[quotient.of[members]]
+        after = self.automaton.table[states, trie.byte[members]]
+        alive = after != DEAD
+        self.add(members[alive], after[alive])
+        self.add_below(members[alive], after[alive])
+
+    def _spared(self, nodes: np.ndarray, states: np.ndarray) -> np.ndarray:
+        return nodes if self.doomed is None else nodes[~np.isin(states, self.doomed)]
+
+    def _note(self, states: np.ndarray) -> None:
+        if len(self._ends) < len(self.automaton):
+            self._ends = np.append(self._ends, np.zeros(len(self.automaton) - len(self._ends), dtype=bool))
+        self._ends[states] = True
+
+    def legal(self) -> np.ndarray:
+        """By token id, bool (vocab_size,)."""
+        found = np.zeros(len(self.tokens) + 1, dtype=bool)  # the last for tokens without text
+        np.logical_or(self.tokens, self._nodes.take(self.trie.node_of), out=found[:-1])
+        return found.take(self.trie.rank)
+
+    def ends(self) -> list[int]:
+        """The states where tokens end."""
+        return np.flatnonzero(self._ends).tolist()
 
 
 class MaskCache:
@@ -205,8 +165,19 @@ class MaskCache:
             self.stop_mask[token // 32] |= np.uint32(1 << (token % 32))
         self.stop_mask.setflags(write=False)
         self._masks: OrderedDict[int, np.ndarray] = OrderedDict()
+        shortcuts = _SHORTCUTS.get(trie)
+        self._shortcuts = _SHORTCUTS.setdefault(trie, Shortcuts(trie)) if shortcuts is None else shortcuts
+        self._steps: weakref.WeakKeyDictionary[Quotient, ClassSteps] = weakref.WeakKeyDictionary()
         self._lives: dict[int, bool] = {DEAD: False}
         self._easy: dict[Node, bool] = {}
+        if shortcuts is None:
+            self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Once per tokenizer, where grammars are compiled: the loop that nearly every string will want."""
+        algebra = Algebra()
+        strings = MaskCache(Automaton(algebra, any_text(algebra, JSON)), self.trie, frozenset())
+        strings.mask(START)
 
     def mask(self, state: int) -> np.ndarray:
         """The legal tokens of a state, uint32 (vocab_size / 32 rounded up,), read-only."""
@@ -220,22 +191,11 @@ class MaskCache:
         return found
 
     def _compute(self, state: int) -> np.ndarray:
-        trie = self.trie
-        node = self.automaton.nodes[state]
-        head, tail = (node.head, node.tail) if isinstance(node, Concat) else (node, self.automaton.algebra.EPSILON)
-        loop = self._loop(head, tail)
-        if loop is None or not isinstance(head, Repeat):
-            legal = np.zeros(len(trie), dtype=bool)
-            nodes, states = trie.walk(self.automaton, state)
-        else:
-            legal = loop.within(head.high)
-            nodes, states = self._leaving(loop, head, tail)
-        legal[nodes] = True
-        ends = _distinct(self.automaton, states[trie.is_token[nodes]])
-        doomed = [end for end in ends if not self.lives(end)]
+        spread = self._walk(state)
+        doomed = [end for end in spread.ends() if not self.lives(end)]
         if doomed:
-            legal[nodes[np.isin(states, doomed)]] = False
-        bits = np.packbits(legal[trie.node_of], bitorder="little")
+            spread = self._walk(state, np.array(doomed))
+        bits = np.packbits(spread.legal(), bitorder="little")
         mask = np.zeros(self.words * 4, dtype=np.uint8)
         mask[: len(bits)] = bits
         mask = mask.view(np.uint32)
@@ -244,54 +204,105 @@ class MaskCache:
         mask.setflags(write=False)
         return mask
 
+    def _walk(self, state: int, doomed: np.ndarray | None = None) -> _Spread:
+        """All tokens from `state`, but for those that lead to `doomed` states. The first bytes are walked one by
+        one; where many tokens have then come to one state, the rest of them takes a shortcut."""
+        trie, automaton = self.trie, self.automaton
+        spread = _Spread(automaton, trie, doomed)
+        nodes, states = one(0), one(state)
+        for depth in range(_SKIPPED + 1):
+            ahead = []
+            together: dict[Quotient, dict[int, np.ndarray]] = {}
+            weight = np.bincount(states, weights=trie.below[nodes], minlength=1)
+            for heavy in np.flatnonzero(weight > _BULK).tolist():
+                here = states == heavy
+                left = self._add_loop(spread, depth, heavy, nodes[here])
+                if left is not None:
+                    ahead.append(left)
+                elif depth and self._ways(heavy) >= _FEW_WAYS:
+                    quotient = self._shortcuts.quotient(partition(automaton, heavy), depth)
+                    together.setdefault(quotient, {})[heavy] = nodes[here]
+                else:
+                    continue
+                nodes, states = nodes[~here], states[~here]
+            for quotient, tops in together.items():
+                steps = self._steps.get(quotient)
+                if steps is None:
+                    steps = self._steps[quotient] = ClassSteps(automaton, quotient)
+                spread.add_quotient(steps, tops)
+            ahead.append(trie.step(automaton, nodes, states))
+            nodes, states = joined(ahead)
+            spread.add(nodes, states)
+        spread.add_below(nodes, states)
+        return spread
+
+    def _ways(self, state: int) -> int:
+        self.automaton.expand(state)
+        return int(np.count_nonzero(self.automaton.table[state]))
+
     # ---- inside a string: a shortcut for "any of these characters, many times"
 
-    def _loop(self, head: Node, tail: Node) -> _Loop | None:
+    def _add_loop(self, spread: _Spread, skip: int, state: int, tops: np.ndarray) -> Walked | None:
+        """Everything below the nodes `tops`, all at depth `skip` and in `state`, if that is a loop; but where tokens
+        leave it at once, the nodes one further (reached, and not yet added) and the states there are returned."""
+        node = self.automaton.nodes[state]
+        head, tail = (node.head, node.tail) if isinstance(node, Concat) else (node, self.automaton.algebra.EPSILON)
+        loop = self._loop(head, tail, skip) if isinstance(head, Repeat) else None
+        if loop is None or not isinstance(head, Repeat):
+            return None
+        most = _NEVER - 1 if head.high is None else head.high
+        for low, high in self.trie.ranges(tops):
+            spread.tokens[low:high] |= loop.of_token[low:high] <= most
+        nodes, states = self._leaving(loop, head, tail)
+        if skip:
+            inside = np.isin(self.trie.ancestors(skip)[nodes], tops)
+            nodes, states = nodes[inside], states[inside]
+        later = nodes >= self.trie.level[skip + 2]
+        spread.add(nodes[later], states[later])
+        spread.add_below(nodes[later], states[later])
+        return nodes[~later], states[~later]
+
+    def _loop(self, head: Repeat, tail: Node, skip: int) -> _Loop | None:
         """The walk of `head`, where the shortcut is exact: `head` repeats a character set, and the next byte
         tells whether it goes on."""
-        if not isinstance(head, Repeat) or head.body not in self.automaton.algebra.character_sets:
+        if head.body not in self.automaton.algebra.character_sets:
             return None
         arms = self.automaton.algebra.arms
         if any(bits & other for bits, _ in arms(head.body) for other, _ in arms(tail)) or not self._easily(tail):
             return None
-        characters = self.automaton.algebra.character_sets[head.body]
-        loop = self.trie.loops.get(characters)
-        if loop is None:
-            loop = self.trie.loops[characters] = self._make_loop(head.body)
-            if len(self.trie.loops) > _LOOPS:
-                del self.trie.loops[next(iter(self.trie.loops))]
-        return loop if loop.usable else None
+        key = self.automaton.algebra.character_sets[head.body], skip
+        loop = self._shortcuts.loops.get(key) or self._make_loop(head.body, skip)
+        return loop if self._shortcuts.remember(key, loop).usable else None
 
-    def _make_loop(self, body: Node) -> _Loop:
+    def _make_loop(self, body: Node, skip: int) -> _Loop:
         algebra, trie = self.automaton.algebra, self.trie
         start = self.automaton.number(algebra.repeat(body, 0, None))
-        rounds = np.full(len(trie), _NEVER, dtype=np.int32)
-        rounds[0] = 0
+        rounds = np.full(len(trie), _NEVER)
         whole = np.zeros(len(trie), dtype=bool)
-        whole[0] = True
-        usable = True
-        for nodes, states in trie.levels(self.automaton, _int32(0), _int32(start)):
+        tops = np.arange(trie.level[skip], trie.level[skip + 1])
+        rounds[tops], whole[tops] = 0, True
+        nodes, states, usable = tops, np.full(len(tops), start), True
+        while len(nodes):
+            nodes, states = trie.step(self.automaton, nodes, states)
             parents = trie.parent[nodes]
             rounds[nodes] = rounds[parents] + whole[parents]  # beginning a round counts
             whole[nodes] = states == start
-            usable = usable and all(self._easily(self.automaton.nodes[s]) for s in _distinct(self.automaton, states))
-        return _Loop(usable, whole, rounds)
+            usable = usable and all(self._easily(self.automaton.nodes[s]) for s in distinct(self.automaton, states))
+        return _Loop(trie, skip, usable, whole, rounds)
 
-    def _leaving(self, loop: _Loop, head: Repeat, tail: Node) -> tuple[np.ndarray, np.ndarray]:
-        """Where tokens leave the loop after enough rounds, and everything that they reach from there."""
+    def _leaving(self, loop: _Loop, head: Repeat, tail: Node) -> Walked:
+        """Where tokens leave the loop after enough rounds."""
         trie, roots, states = self.trie, [], []
+        most = _NEVER - 1 if head.high is None else head.high
         for bits, after in self.automaton.algebra.arms(tail):
             state = self.automaton.number(after)
             for byte in (b for b in range(256) if bits >> b & 1):
-                nodes = loop.exits(trie, byte)
+                nodes = loop.exits(byte)
                 rounds = loop.rounds[trie.parent[nodes]]
-                nodes = nodes[(rounds >= head.low) & (rounds <= (_NEVER if head.high is None else head.high))]
+                nodes = nodes[(rounds >= head.low) & (rounds <= most)]
                 roots.append(nodes)
-                states.append(np.full(len(nodes), state, dtype=np.int32))
-        if not roots:
-            return np.zeros(0, np.int32), np.zeros(0, np.int32)
-        first = np.concatenate(roots), np.concatenate(states)
-        return _joined([first, *trie.levels(self.automaton, *first)])
+                states.append(np.full(len(nodes), state))
+        return joined(zip(roots, states))
 
     # ---- can tokens finish what bytes can?
 
@@ -328,7 +339,7 @@ class MaskCache:
 
     def _token_moves(self, state: int) -> list[int]:
         nodes, states = self.trie.walk(self.automaton, state)
-        return _distinct(self.automaton, states[self.trie.is_token[nodes]])
+        return distinct(self.automaton, states[self.trie.is_token[nodes]])
 
     def _easily(self, node: Node) -> bool:
         """A quick sufficient test: can `node` be finished with tokens of a single byte? Almost always yes."""
@@ -383,4 +394,4 @@ def unpack(mask: np.ndarray, vocab_size: int) -> np.ndarray:
     return np.unpackbits(mask.view(np.uint8), bitorder="little", count=vocab_size).astype(bool)
 
 
-__all__ = ["START", "MaskCache", "TokenTrie", "token_trie", "unpack"]
+__all__ = ["START", "MaskCache", "token_trie", "unpack"]

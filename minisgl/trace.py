@@ -254,6 +254,8 @@ class TracerState(ProgramState):
     # ---- forking -------------------------------------------------------------------------------------------------
 
     def fork(self, size: int = 1) -> ForkGroup:
+        if isinstance(size, Placeholder):
+            size._refuse()
         if not isinstance(size, int) or isinstance(size, (bool, Placeholder)) or size < 1:
             raise ValueError(f"size must be an integer of at least 1, got {size!r}")
         states = [self.tracer.state() for _ in range(size)]

@@ -11,10 +11,15 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from minisgl.attention import ForwardBatch, ReferenceAttention
+from minisgl.radix import RadixTree
+from minisgl.request import Request, Rows
+from minisgl.sampling_params import SamplingParams
+from minisgl.sharing import Segment, plan_items
 from tests.attention_batches import Step, make_step
 
 CUDA = torch.cuda.is_available()
@@ -22,7 +27,8 @@ environment = pytest.MonkeyPatch()
 if not CUDA:
     environment.setenv("TRITON_INTERPRET", "1")
     for name in list(sys.modules):  # whoever imported triton before (transformers does) has one that compiles
-        if (name + ".").startswith(("triton.", "minisgl.attention_triton.")) and "._C" not in name:
+        ours = ("minisgl.attention_triton.", "minisgl.attention_tile.", "minisgl.decode_triton.")
+        if (name + ".").startswith(("triton.", *ours)) and "._C" not in name:
             del sys.modules[name]
 triton = pytest.importorskip("triton", reason="triton is only there on Linux")
 import triton.language as tl  # noqa: E402
@@ -266,11 +272,67 @@ def test_split_plan_follows_the_lengths():
         step = make_step([(1, n) for n in lens], 2, 2, 16, device=device, decodes=len(lens))
         attention = TritonAttention(step.pool, 2, 2, 16, tiles)
         attention.begin(step.batch)
-        split_len = int(attention._split_len)
+        split_len = int(attention.decode._split_len)
         assert split_len % 16 == 0 and split_len >= 32
-        assert triton.cdiv(max(lens), split_len) <= attention._splits <= MAX_SPLITS
-        even = max(32, sum(lens) * 2 / 8, max(lens) / attention._splits)
+        assert triton.cdiv(max(lens), split_len) <= attention.decode._splits <= MAX_SPLITS
+        even = max(32, sum(lens) * 2 / 8, max(lens) / attention.decode._splits)
         assert even <= split_len < even + 16
+
+
+@everywhere
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(4, 2, 32), (9, 3, 16), (2, 2, 80), (8, 1, 64)])
+def test_shared_prefixes(heads, kv_heads, head_dim, device, dtype):
+    """A tree of prefixes, read once for all members, gives each decode what it gets alone; extends go along."""
+    lens = [70, 75, 66, 33, 90, 1]
+    sequences = [*((1, n) for n in lens), (3, 20)]
+    step = make_step(sequences, heads, kv_heads, head_dim, dtype=dtype, device=device, decodes=6)
+    batch, rows = step.batch, step.batch.rows.tolist()
+    for other in rows[1:3]:  # decodes 0, 1 and 2 have 40 positions in common; 0 and 1 another 24
+        batch.table[other, :40] = batch.table[rows[0], :40]
+    batch.table[rows[1], 40:64] = batch.table[rows[0], 40:64]
+    batch.table[rows[4], :32] = batch.table[rows[3], :32]
+    segments = [Segment(0, 40, [0, 1, 2]), Segment(40, 64, [0, 1]), Segment(0, 32, [3, 4])]
+    own_start = np.array([64, 64, 40, 32, 32, 0], np.int32)
+    want = step.reference()
+    for programs in (1, 40):  # whole segments, and many pieces
+        attention = TritonAttention(step.pool, heads, kv_heads, head_dim, TILES)
+        sharing = attention.prefix_sharing(6)
+        plan = plan_items(
+            segments, own_start, width=sharing.width, programs=programs, max_pieces=sharing.max_pieces(6),
+            max_items=sharing.max_items,
+        )  # fmt: skip
+        assert plan is not None
+        sharing._upload(plan)
+        batch.shared = sharing.tensors
+        attention.begin(batch)
+        got = attention.forward(0, step.q, step.k, step.v, scale=head_dim**-0.5)
+        close(got, want, dtype)
+
+
+def test_a_plan_lasts_while_the_same_requests_decode(monkeypatch):
+    """The device's plan is made when the composition changes, and dropped when sharing no longer pays."""
+    device = "cuda" if CUDA else "cpu"
+    step = make_step([(1, 4)], 4, 2, 32, device=device, decodes=1)
+    sharing = TritonAttention(step.pool, 4, 2, 32, TILES).prefix_sharing(4)
+    tree, state = RadixTree(), Rows(4, 400)
+    for row in (1, 2, 3):
+        tokens = np.array([7] * 200 + [row] if row < 3 else [9] * 20, np.int32)
+        request = Request(f"r{row}", tokens, SamplingParams(), 300)
+        state.occupy(row, request)
+        state.kv_len[row] = len(tokens)
+        request.node = tree.insert(tokens, np.arange(row * 300, row * 300 + len(tokens), dtype=np.int32)).node
+        tree.lock(request.node)
+    rows, made = np.array([1, 2, 3]), []
+    make = sharing._make
+    monkeypatch.setattr(sharing, "_make", lambda *args: made.append(1) or make(*args))
+    for _ in range(3):
+        shared = sharing.plan(rows, state.generation[rows], state)
+        assert shared is not None and int(shared.count) >= 1
+        assert shared.own_start[:3].tolist() == [200, 200, 0]
+    assert len(made) == 1
+    assert sharing.plan(rows[1:], state.generation[rows[1:]], state) is None
+    assert sharing.plan(rows[:1], state.generation[rows[:1]], state) is None
+    assert sharing.plan(rows, state.generation[rows], state) is not None
 
 
 def test_wrong_shapes_and_dtypes_are_refused():

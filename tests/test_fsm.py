@@ -15,9 +15,11 @@ import time
 import numpy as np
 import pytest
 
+from minisgl import token_classes, token_masks
 from minisgl.expressions import Algebra, Budget, GrammarError
 from minisgl.fsm import FINISHED, Grammar
-from minisgl.token_masks import TokenTrie, unpack
+from minisgl.token_masks import unpack
+from minisgl.token_trie import TokenTrie
 from minisgl.tokenizer import ByteTokenizer, Tokenizer
 
 from .grammar_tools import PiecesTokenizer, legal_tokens, random_walk
@@ -261,6 +263,12 @@ def smol(default_model_folder):
     return Tokenizer(default_model_folder)
 
 
+def advance(tokens, state: int, token: int) -> int:
+    after = tokens.advance(state, token)
+    assert after is not None
+    return after
+
+
 def slow_mask(tokens, state) -> set[int]:
     """Every token, byte by byte."""
     found = set(tokens.stop_ids) if tokens.is_accepting(state) else set()
@@ -281,27 +289,64 @@ def slow_mask(tokens, state) -> set[int]:
         r"\w{1,3} (true|false)",
         r"(?:.*foo.*){1,4}",
         r"\x04?[a-b]+",
+        r"(\S+ ){2,4}\S+\.",
+        r"[a-z]+(\.[a-z]+)*@([a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?\.)+[a-z]{2,6}",
+        r'\{"(name|nation|[^"n\\]+|n[^a"\\][^"\\]*)": [0-9]+\}',
     ],
 )
 def test_masks_are_exact(regex, smol):
-    """The vectorised walk and its shortcut for loops against the slow one, along a walk."""
+    """The vectorised walk and its shortcuts for loops and classes of bytes against the slow one, along a walk."""
     rng = random.Random(regex)
     tokens = Grammar.from_regex(regex).compile(smol)
     state = tokens.start
     for _ in range(4):
         fast = legal_tokens(tokens, state)
         assert fast == slow_mask(tokens, state)
-        state = tokens.advance(state, rng.choice(sorted(fast)))
+        state = advance(tokens, state, rng.choice(sorted(fast)))
         if state == FINISHED:
             break
+
+
+@pytest.mark.parametrize("bulk", [0, 3])
+def test_shortcuts_are_exact_wherever_they_are_taken(monkeypatch, bulk):
+    """Random texts of few letters, so that classes of bytes are split again and again."""
+    monkeypatch.setattr(token_masks, "_BULK", bulk)
+    monkeypatch.setattr(token_masks, "_FEW_WAYS", 0)
+    monkeypatch.setattr(token_classes, "_MAIN_ROAD", 2)
+    monkeypatch.setattr(token_classes, "FEW", 4)
+    rng = random.Random(bulk)
+    walked = 0
+    for _ in range(60):
+        pieces = [*"abcd", *("".join(rng.choices("abcd", k=rng.randint(2, 7))) for _ in range(60))]
+        regex = "".join(
+            rng.choice(["[abc]", "[ab]", ".", "a", "(a|b[cd])", "(ab|ac|d.)", "[^a]", "(aa|b*c)"])
+            + rng.choice(["", "*", "+", "{0,3}", "{2,4}"])
+            for _ in range(rng.randint(1, 4))
+        )
+        tokens = Grammar.from_regex(regex).compile(PiecesTokenizer([piece.encode() for piece in dict.fromkeys(pieces)]))
+        state = tokens.start
+        for _ in range(6):
+            legal = legal_tokens(tokens, state)
+            assert legal == slow_mask(tokens, state), regex
+            state = advance(tokens, state, rng.choice(sorted(legal)))
+            if state == FINISHED:
+                break
+        walked += len(tokens._masks._steps)
+    assert walked > 20  # quotients were in use
 
 
 def test_a_trie_of_odd_pieces():
     pieces = [b"", b"a", b"ab", b"ab", b"abc", b"b", b"", b"\xff", b"\x00", b"a" * 40]
     trie = TokenTrie(pieces)
-    assert [trie.descend(piece) == trie.node_of[i] for i, piece in enumerate(pieces)] == [True] * len(pieces)
+    node_of = [0 if rank == len(trie.order) else trie.node_of[rank] for rank in trie.rank]
+    assert node_of == [trie.descend(piece) for piece in pieces]
     assert trie.descend(b"ac") == 0 and trie.descend(b"abcd") == 0
-    assert trie.node_of[2] == trie.node_of[3]  # one text, two tokens
+    assert node_of[2] == node_of[3] and node_of[0] == 0  # one text, two tokens; no text
+    for depth in (1, 2):
+        for node in range(*trie.level[depth : depth + 2]):
+            below = {i for low, high in trie.ranges(np.array([node])) for i in trie.order[low:high].tolist()}
+            start = next(p for p in pieces if trie.descend(p[:depth]) == node and len(p) >= depth)[:depth]
+            assert below == {i for i, piece in enumerate(pieces) if piece.startswith(start)}
     tokens = Grammar.from_regex("a*b?").compile(PiecesTokenizer(pieces))
     assert legal_tokens(tokens, tokens.start) == {1, 2, 3, 5, 9, 10}
     assert len(TokenTrie([])) == 1

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton", reason="Triton is installed on Linux only")
 
-from minisgl.sampler import SamplingBatch, sample, uniform
+from minisgl.sampler import SamplingBatch, sample
 from minisgl.sampler_triton import draw
 from minisgl.sampling_params import SamplingParams
 
@@ -39,7 +39,8 @@ def test_same_tokens_as_the_general_way(device, vocab):
             logits.to(device),
             batch.inverse_temperature.to(device),
             batch.greedy.to(device),
-            uniform(batch.seed, positions).to(device),
+            batch.seed.to(device),
+            positions.to(device),
         ).cpu()
         greedy = batch.greedy
         assert (got[greedy] == want[greedy]).all() and got[1] == 7

@@ -223,7 +223,7 @@ def test_events_tell_the_story():
     engine.submit([1, 2, 3], 3)
     engine.run()
     kinds = [e.kind for e in log]
-    assert kinds == ["submit", "batch", "batch", "batch", "finish"]
+    assert kinds == ["submit", "admit", "extend", "batch", "batch", "batch", "release", "finish"]
 
 
 class Serving(RuleBasedStateMachine):

@@ -77,6 +77,7 @@ class Job:
 
     params     sampling parameters by SamplingParams' names
     options    return_logprob, logprob_start_len, top_logprobs_num, return_text_in_logprobs
+    program    the run that it belongs to, forks included: the same object in all its jobs
     """
 
     prompt: Prompt
@@ -87,6 +88,7 @@ class Job:
     on_text: Callable[[str, dict[str, Any]], None] | None = None
     choices: tuple[str, ...] | None = None
     method: ChoicesMethod | None = None
+    program: object = None
     cancelled: bool = False
     stop: Callable[[], None] | None = None  # set by the backend while the job can be stopped
 

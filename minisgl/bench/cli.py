@@ -1,11 +1,11 @@
-"""The command line of the benchmark: options, the order of the runs, and what is printed.
+"""The command line of the benchmark: options, what fits together, and what is printed.
 
-    start (cache on)  -> make requests -> run -> shut down
-    start (cache off) -> the same requests -> run -> look into differing outputs -> shut down
-    other engines, one after another (--compare)
-    table, then one line of JSON
+    suite_runs      programs of the language, mechanisms on and off         --workload tot, --all, --ablate
+    token_runs      requests known beforehand, cache on and off             --workload fewshot, decode
+    twin_runs       token-level twins in rounds, beside other engines       --workload twin-fewshot,twin-tree
+    grammar         grammar engines on the model's vocabulary               --grammar
 
-Engines never share the machine: each is shut down before the next one starts.
+Whatever runs, a table comes first and the last line of stdout is one JSON object; progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -14,81 +14,101 @@ import argparse
 import ast
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import fewshot  # noqa: F401  (registers its workload)
-from .report import group_table, json_line, machine, summary, table
-from .runners import Difference, Run, differences, explain, measure, median
-from .workloads import WORKLOADS, BenchError, BenchRequest, Setting
-
-PEERS = ("hf",)
+from . import fewshot, plot, suite_report, suite_runs, token_runs, twin_runs  # noqa: F401  (fewshot registers itself)
+from .peers import PEERS
+from .programs import PROGRAMS
+from .report import json_line
+from .shapes import SHAPES
+from .twins import TWINS
+from .workloads import WORKLOADS, BenchError
 
 
 def parser() -> argparse.ArgumentParser:
-    workloads = "\n".join(f"  {w.name:<10} {w.summary}" for w in WORKLOADS.values())
     p = argparse.ArgumentParser(
         prog="bench.py",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Runs a workload with the radix cache on and off.  Prints a table and, as the last "
-        "line of stdout, one JSON object.",
-        epilog=f"workloads:\n{workloads}",
+        description="Runs workloads with the engine's mechanisms on and off, and beside other engines.  Prints a table "
+        "and, as the last line of stdout, one JSON object.",
+        epilog=_epilog(),
     )
-    add = p.add_argument
-    add("--grammar", action="store_true", help="time grammar engines on the model's vocabulary instead (no GPU needed)")
-    add("--workload", choices=list(WORKLOADS), default="fewshot")
-    add("--model", metavar="NAME", help="folder, hub id or .gguf file (default: SmolLM2-135M-Instruct)")
-    add(
-        "--load-format",
-        choices=["auto", "safetensors", "gguf", "dummy"],
-        default="auto",
-        help="dummy: random weights from a config.json alone",
+    what = p.add_argument_group("what is run")
+    what.add_argument("--workload", type=_workloads, default=["fewshot"], metavar="NAME",
+                      help="see below (default: fewshot); of the twins several, between commas, or all as twin-all")
+    what.add_argument("--all", action="store_true", help="all workloads of the paper, one report")
+    what.add_argument("--quick", action="store_true", help="small sizes: minutes for --all on two CPU cores")
+    what.add_argument("--grammar", action="store_true",
+                      help="time grammar engines on the model's vocabulary instead (no GPU needed)")
+    what.add_argument("--requests", type=_positive, metavar="N",
+                      help="how many requests or programs (default: the workload's, fewer on a CPU)")
+    what.add_argument("--scale", type=_fraction, metavar="S",
+                      help="twins: how many requests and how long, as a share of the full size (default: 1)")
+    what.add_argument("--seed", type=_natural, metavar="N", help="of the requests (default: the workload's own)")
+    what.add_argument("--shots", type=_natural, metavar="N",
+                      help="fewshot: examples per subject (default: as many as make 1,000 tokens; 5 with --data)")
+    what.add_argument("--data", type=Path, metavar="PATH",
+                      help="public data: fewshot, MMLU's folder of CSV files (dev, test, val); hellaswag, HellaSwag's "
+                      ".jsonl; react, HotpotQA's .json; tot and tot-deep, GSM8K's .jsonl")
+    what.add_argument("--random-ids", action="store_true",
+                      help="fewshot: random token ids of the same shape; nothing is scored")
+    what.add_argument("--lengths", type=_positive, nargs=2, metavar="N",
+                      help="uniform: shortest and longest prompt and output; decode: prompt and output length")
+
+    how = p.add_argument_group("on what")
+    how.add_argument("--model", metavar="NAME",
+                     help=f"folder, hub id, .gguf file or shape: {', '.join(SHAPES)} (default: SmolLM2-135M-Instruct)")
+    how.add_argument("--load-format", choices=["auto", "safetensors", "gguf", "dummy"], default="auto",
+                     help="dummy: random weights from a config.json alone")
+    how.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer files for a shape")
+    how.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
+    how.add_argument("--dtype", choices=["auto", "float32", "float16", "bfloat16"], default="auto")
+    how.add_argument("--set", action="append", type=_setting, default=[], metavar="NAME=VALUE", dest="settings",
+                     help="an argument of minisgl.Runtime, such as schedule_policy=fcfs")
+
+    versus = p.add_argument_group("beside what")
+    versus.add_argument("--runs", "--reps", type=_positive, default=1, metavar="N", dest="reps",
+                        help="repetitions; the median is reported (default: 1)")
+    versus.add_argument("--no-baseline", action="store_true", help="skip the run without the radix cache")
+    versus.add_argument("--ablate", action="store_true", help="also with each mechanism switched off in turn")
+    versus.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures as SVG")
+    versus.add_argument("--compare", action="append", choices=list(PEERS), default=[],
+                        help="another engine on the same requests, if it is installed")
+    versus.add_argument("--compare-requests", type=_positive, metavar="N",
+                        help="only the first N requests for --compare hf")
+    versus.add_argument("--compare-batch", type=_positive, metavar="N",
+                        help="its batch (default: 8; decode: all requests)")
+    return p  # fmt: skip
+
+
+def _epilog() -> str:
+    def lines(table: dict[str, Any]) -> str:
+        return "\n".join(f"  {name:<21} {entry.summary}" for name, entry in table.items())
+
+    return (
+        f"requests:\n{lines(WORKLOADS)}\n\nprograms of the language (`suite`):\n{lines(PROGRAMS)}\n\n"
+        f"token-level twins, the same requests for every engine (`drive`):\n{lines(TWINS)}\n\n"
+        "beside vLLM on a GPU:\n"
+        "  bench.py --workload twin-all --model llama-8b --load-format dummy --compare vllm --reps 3 --ablate"
     )
-    add("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
-    add("--dtype", choices=["auto", "float32", "float16", "bfloat16"], default="auto")
-    add("--requests", type=_positive, metavar="N", help="how many (default: the workload's, fewer on a CPU)")
-    add(
-        "--shots",
-        type=_natural,
-        metavar="N",
-        help="fewshot: worked examples per subject (default: as many as make 1,000 tokens; 5 with --data)",
-    )
-    add("--data", type=Path, metavar="DIR", help="fewshot: a folder in MMLU's CSV layout (dev/, test/, val/)")
-    add(
-        "--random-ids",
-        action="store_true",
-        help="fewshot: random token ids of the same shape; nothing is scored",
-    )
-    add(
-        "--lengths",
-        type=_positive,
-        nargs=2,
-        metavar="N",
-        help="uniform: shortest and longest prompt and output; decode: prompt and output length",
-    )
-    add("--seed", type=_natural, metavar="N", help="of the requests (default: the workload's own)")
-    add(
-        "--runs",
-        type=_positive,
-        default=1,
-        metavar="N",
-        help="repetitions; the median is reported (default: 1)",
-    )
-    add("--no-baseline", action="store_true", help="skip the run without the radix cache")
-    add("--compare", action="append", choices=PEERS, default=[], help="another engine on the same requests")
-    add("--compare-requests", type=_positive, metavar="N", help="only the first N requests for --compare")
-    add("--compare-batch", type=_positive, metavar="N", help="its batch (default: 8; decode: all requests)")
-    add(
-        "--set",
-        action="append",
-        type=_setting,
-        default=[],
-        metavar="NAME=VALUE",
-        dest="settings",
-        help="an argument of minisgl.Runtime, such as schedule_policy=fcfs",
-    )
-    return p
+
+
+# ---------------------------------------------------------------- values
+
+
+def _workloads(text: str) -> list[str]:
+    """`"twin-tree,twin-json"` -> a list of names; `"twin-all"`: all twins that need no text."""
+    names: list[str] = []
+    for name in text.split(","):
+        names += [twin.name for twin in TWINS.values() if not twin.needs_text] if name == "twin-all" else [name]
+    known = {**WORKLOADS, **PROGRAMS, **TWINS}
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"unknown workload {name!r}: one of {', '.join(known)}, twin-all")
+    if len(names) > 1 and not all(name in TWINS for name in names):
+        raise argparse.ArgumentTypeError("only the twins can be run several at a time")
+    return names
 
 
 def _positive(text: str) -> int:
@@ -103,6 +123,16 @@ def _natural(text: str) -> int:
     return int(text)
 
 
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 100:
+        raise argparse.ArgumentTypeError(f"expected a number above 0 and up to 100, got {text!r}")
+    return value
+
+
 def _setting(text: str) -> tuple[str, Any]:
     """`"chunk_size=512"` -> `("chunk_size", 512)`; what is no Python literal is a string."""
     name, sign, value = text.partition("=")
@@ -114,140 +144,60 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
+# ---------------------------------------------------------------- what fits together
+
+
 def check(args: argparse.Namespace) -> None:
     """Options that don't fit together.  Raises BenchError: no option is accepted and then ignored."""
-    options = WORKLOADS[args.workload].options
-    for name in ("shots", "data", "random_ids", "lengths"):
-        value = getattr(args, name)
-        if value is not None and value is not False and name not in options:
-            raise BenchError(f"--{name.replace('_', '-')} means nothing to --workload {args.workload}")
+    name = args.workload[0]
+    if name in TWINS:
+        _refuse(args, "a token-level twin", "requests", "shots", "data", "random_ids", "lengths", "no_baseline",
+                "quick", "plot", "compare_requests", "compare_batch")  # fmt: skip
+        args.scale = args.scale or 1.0
+    else:
+        options = set() if args.all else {**WORKLOADS, **PROGRAMS}[name].options
+        meaningless = [option for option in ("shots", "data", "random_ids", "lengths") if option not in options]
+        what = "--all" if args.all else f"--workload {name}"
+        _refuse(args, what, *meaningless, "scale", "tokenizer", *(["requests"] if args.all else []))
+        if in_suite(args):
+            _refuse(args, what, "compare_requests", "compare_batch")
+            if args.reps > 1:
+                raise BenchError("--runs means nothing to programs: each variant runs once")
+        elif any(peer != "hf" for peer in args.compare):
+            raise BenchError(f"--compare: only hf runs {name} alone; the others do with --ablate, or its twin")
+    if args.no_baseline and args.ablate:
+        raise BenchError("--no-baseline goes not with --ablate")
     if args.random_ids and (args.data is not None or args.shots is not None):
         raise BenchError("--random-ids goes neither with --data nor with --shots")
-    if args.workload == "uniform" and args.lengths and args.lengths[0] > args.lengths[1]:
+    if args.workload[0] == "uniform" and args.lengths and args.lengths[0] > args.lengths[1]:
         raise BenchError("--lengths: the shortest is longer than the longest")
     if not args.compare and (args.compare_requests or args.compare_batch):
         raise BenchError("--compare-requests and --compare-batch need --compare")
-    if args.data is not None and not args.data.is_dir():
-        raise BenchError(f"--data: no folder {args.data}")
+    if args.tokenizer is not None and not args.tokenizer.is_dir():
+        raise BenchError(f"--tokenizer: no folder {args.tokenizer}")
+    if args.data is not None and not (args.data.is_dir() if name == "fewshot" else args.data.is_file()):
+        raise BenchError(f"--data: no {'folder' if name == 'fewshot' else 'file'} {args.data}")
+    if args.plot is not None and not args.plot.absolute().parent.is_dir():
+        raise BenchError(f"--plot: no folder {args.plot.absolute().parent}")
     own = {"model", "device", "dtype", "load_format", "radix_cache"}
     for name, _ in args.settings:
         if name in own:
             raise BenchError(f"--set {name}: has an option of its own, or is what is being compared")
 
 
-@dataclass
-class Outcome:
-    """What was run and on what; `peers`: name -> (the requests it answered, its run)."""
-
-    requests: list[BenchRequest]
-    run: Run
-    baseline: Run | None = None
-    found: list[Difference] = field(default_factory=list)
-    peers: dict[str, tuple[list[BenchRequest], Run]] = field(default_factory=dict)
-    about: dict[str, Any] = field(default_factory=dict)
+def in_suite(args: argparse.Namespace) -> bool:
+    """Whether `suite_runs` runs it: programs, and whatever is ablated, drawn, or one of all."""
+    return args.all or args.ablate or args.plot is not None or args.workload[0] in PROGRAMS
 
 
-def execute(args: argparse.Namespace, make_runtime: Callable[..., Any]) -> Outcome:
-    """The runs that the options ask for.  `make_runtime`: `minisgl.Runtime`, or a double with its
-    interface."""
-    workload = WORKLOADS[args.workload]
-    options = {
-        "device": args.device,
-        "dtype": args.dtype,
-        "load_format": args.load_format,
-        **dict(args.settings),
-    }
-
-    with make_runtime(args.model, radix_cache=True, **options) as runtime:
-        requests = workload.build(_setting_for(args, runtime))
-        warmup = 64 if str(runtime.device).startswith("cuda") else 8
-        run = median(measure(runtime, workload, requests, "cache on", args.runs, warmup))
-        outcome = Outcome(requests, run, about=_about(args, runtime))
-    if not args.no_baseline:
-        options["dtype"] = outcome.about[
-            "dtype"
-        ]  # "auto" is measured at each start, and could come out differently
-        with make_runtime(args.model, radix_cache=False, **options) as runtime:
-            outcome.baseline = median(measure(runtime, workload, requests, "cache off", args.runs, warmup))
-            found = differences(run, outcome.baseline)
-            outcome.found = explain(runtime, requests, run, found)
-    for name in dict.fromkeys(args.compare):
-        subset = requests[: args.compare_requests]
-        outcome.peers[name] = (subset, _run_hf(args, subset, outcome.about))
-    return outcome
+def _refuse(args: argparse.Namespace, what: str, *names: str) -> None:
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value is not False:
+            raise BenchError(f"--{name.replace('_', '-')} means nothing to {what}")
 
 
-def _setting_for(args: argparse.Namespace, runtime: Any) -> Setting:
-    return Setting(
-        tokenizer=_tokenizer(runtime),
-        vocab_size=runtime.config.vocab_size,
-        max_context=runtime.scheduler.max_context,
-        device=str(runtime.device),
-        requests=args.requests,
-        shots=args.shots,
-        seed=args.seed,
-        data=args.data,
-        lengths=tuple(args.lengths) if args.lengths else None,
-        random_ids=args.random_ids,
-    )
-
-
-def _tokenizer(runtime: Any) -> Any:
-    """The runtime's tokenizer, or None: asking a model that came without one for it is a ValueError."""
-    try:
-        return runtime.tokenizer
-    except ValueError:
-        return None
-
-
-def _about(args: argparse.Namespace, runtime: Any) -> dict[str, Any]:
-    import torch
-
-    return {
-        "workload": args.workload,
-        "model": runtime.name,
-        "device": str(runtime.device),
-        "dtype": str(runtime.dtype).removeprefix("torch."),
-        "machine": machine(str(runtime.device)),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "runs": args.runs,
-        "settings": dict(args.settings),
-    }
-
-
-def _run_hf(args: argparse.Namespace, requests: list[BenchRequest], about: dict[str, Any]) -> Run:
-    """Hugging Face in `--dtype`, or in bfloat16, which is its fastest on a GPU and on a CPU with AMX."""
-    import torch
-
-    from ..loader import resolve_model
-    from .peers_hf import HuggingFace
-
-    source = resolve_model(args.model, args.load_format)
-    if source.gguf is not None:
-        raise BenchError(
-            "--compare hf: transformers runs from a folder of safetensors, not from a .gguf file"
-        )
-    name = "bfloat16" if args.dtype == "auto" else args.dtype
-    about["hf_dtype"] = name
-    batch = args.compare_batch or (len(requests) if args.workload == "decode" else 8)
-    about["hf_batch"] = batch
-    peer = HuggingFace(source.folder, dtype=getattr(torch, name), device=about["device"], dummy=source.dummy)
-    return peer.run(requests, batch)
-
-
-def report(outcome: Outcome) -> str:
-    """Table and JSON line."""
-    about = outcome.about
-    result = about | summary(
-        outcome.requests, outcome.run, outcome.baseline, outcome.found, outcome.peers, about["dtype"]
-    )
-    title = (
-        f"{about['workload']}: {about['model']}, {about['dtype']} on {about['device']} ({about['machine']}, "
-        f"{about['threads']} threads, torch {about['torch']})"
-    )
-    parts = [title, table(result, list(outcome.peers)), group_table(result)]
-    return "\n\n".join(part for part in parts if part) + "\n\n" + json_line(result)
+# ---------------------------------------------------------------- running
 
 
 def grammar_report(model: str | None) -> str:
@@ -264,16 +214,27 @@ def main(argv: Sequence[str] | None = None, make_runtime: Callable[..., Any] | N
     p = parser()
     args = p.parse_args(argv)
     try:
-        if args.grammar:
-            print(grammar_report(args.model), flush=True)
-            return 0
-        check(args)
-        if make_runtime is None:
-            from ..runtime import Runtime as make_runtime
-        print(report(execute(args, make_runtime)), flush=True)
-    except (BenchError, ValueError, TypeError, RuntimeError) as error:
+        print(_run(args, make_runtime), flush=True)
+    except (BenchError, ValueError, TypeError, RuntimeError, ImportError) as error:
         print(f"{p.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _run(args: argparse.Namespace, make_runtime: Callable[..., Any] | None) -> str:
+    if args.grammar:
+        return grammar_report(args.model)
+    check(args)
+    if make_runtime is None:
+        from ..runtime import Runtime as make_runtime
+    if args.workload[0] in TWINS:
+        table, figures = twin_runs.run(args, make_runtime)
+        return f"{table}\n\n{json_line(figures)}"
+    if in_suite(args):
+        figures = suite_report.figures(suite_runs.execute(args, make_runtime))
+        if args.plot is not None:
+            args.plot.write_text(plot.svg(figures), encoding="utf-8")
+        return f"{suite_report.table(figures)}\n\n{json_line(figures)}"
+    return token_runs.report(token_runs.execute(args, make_runtime))

@@ -47,7 +47,7 @@ def fewshot(setting: Setting) -> list[BenchRequest]:
 
 
 def _count(setting: Setting) -> int:
-    return setting.requests or (640 if setting.on_gpu else 168)
+    return setting.count(gpu=640, cpu=168, quick=16)
 
 
 def _shuffled(by_subject: Iterable[list[BenchRequest]], count: int, rng: random.Random) -> list[BenchRequest]:
@@ -63,10 +63,10 @@ def _shuffled(by_subject: Iterable[list[BenchRequest]], count: int, rng: random.
 def fewshot_tasks(setting: Setting) -> list[BenchRequest]:
     """Questions of `tasks.SUBJECTS`, scored by the first token of the right option."""
     rng = setting.rng(0)
-    per_subject = -(-_count(setting) // len(SUBJECTS))
+    subjects = list(SUBJECTS.values())[: 2 if setting.quick else None]
+    per_subject = -(-_count(setting) // len(subjects))
     by_subject = [
-        subject_requests(subject, per_subject, setting, random.Random(rng.getrandbits(64)))
-        for subject in SUBJECTS.values()
+        subject_requests(subject, per_subject, setting, random.Random(rng.getrandbits(64))) for subject in subjects
     ]
     return _shuffled(by_subject, _count(setting), rng)
 

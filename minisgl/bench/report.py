@@ -247,6 +247,8 @@ def json_line(result: dict[str, Any]) -> str:
             return float(f"{value:.6g}")
         if isinstance(value, dict):
             return {key: rounded(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [rounded(item) for item in value]
         return value
 
     return json.dumps(rounded(result))

@@ -60,6 +60,11 @@ class Setting:
     data: Path | None = None
     lengths: tuple[int, int] | None = None
     random_ids: bool = False
+    quick: bool = False
+
+    def count(self, *, gpu: int, cpu: int, quick: int) -> int:
+        """How many requests or programs: what was asked for, else by machine; `quick` is minutes for all workloads."""
+        return self.requests or (quick if self.quick else gpu if self.on_gpu else cpu)
 
     @property
     def on_gpu(self) -> bool:
@@ -109,8 +114,8 @@ def uniform(setting: Setting) -> list[BenchRequest]:
     tokens each way (144,000 output tokens); on a CPU 32 of 32 to 128.
     """
     rng = setting.rng(0)
-    n = setting.requests or (256 if setting.on_gpu else 32)
-    lo, hi = setting.lengths or ((100, 1024) if setting.on_gpu else (32, 128))
+    n = setting.count(gpu=256, cpu=32, quick=12)
+    lo, hi = setting.lengths or ((100, 1024) if setting.on_gpu else (32, 64) if setting.quick else (32, 128))
     requests = []
     for _ in range(n):
         prompt = random_ids(rng, rng.randint(lo, hi), setting.vocab_size)

@@ -1,0 +1,126 @@
+"""Decode steps as CUDA graphs: a few hundred kernel launches, recorded once per batch size, replayed with one call.
+
+A replay reads its inputs at fixed addresses.  All that a decode step needs of the host is four numbers per sequence
+(`DecodeGraph.inputs`); what the requests want of the sampler lies on the device by table row and changes only with the
+batch's composition (`RowSampling`), and so does the plan of shared prefixes (`sharing`).  The recorded step ends with
+the draw, which writes each row's token where the next replay reads it: between two steps of one batch the host has
+next to nothing to do.
+
+A batch smaller than the recorded size is padded with the dummy row, which reads and writes the dummy slot.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from .attention import ForwardBatch, SharedPrefixes
+from .pool import DUMMY_ROW, DUMMY_SLOT
+
+if TYPE_CHECKING:
+    from .runner import Runner
+    from .sampling_batch import SamplingBatch
+    from .scheduler import Batch
+
+
+class RowSampling:
+    """What the plain draw needs to know of each request, by row of the request table."""
+
+    def __init__(self, rows: int, device: torch.device):
+        self.inverse_temperature = torch.ones(rows, dtype=torch.float32, device=device)
+        self.greedy = torch.ones(rows, dtype=torch.bool, device=device)
+        self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def update(self, batch: SamplingBatch) -> None:
+        """Enter the parameters of a batch's requests."""
+        self.inverse_temperature[batch.rows] = batch.inverse_temperature
+        self.greedy[batch.rows] = batch.greedy
+        self.seed[batch.rows] = batch.seed
+
+
+class DecodeGraph:
+    """The recorded decode step, sampling included, for up to `size` sequences.
+
+    inputs  (4, size) int64 at a fixed address: rows, positions, out slots, and the token if the host supplies it, else
+            -1.  Unused columns hold the dummy row at position 0.
+    logits  (size, vocab), and tokens (size,) int64: results, valid until the next replay of any graph
+    """
+
+    def __init__(self, runner: Runner, size: int, shared: SharedPrefixes | None, pool):
+        self.runner, self.size, self.shared = runner, size, shared
+        device = runner.device
+        self.inputs = torch.zeros((4, size), dtype=torch.int64, device=device)
+        self.inputs[0].fill_(DUMMY_ROW)
+        self.inputs[2].fill_(DUMMY_SLOT)
+        self.q_start = torch.arange(size + 1, dtype=torch.int32, device=device)
+        self.every_row = torch.arange(size, dtype=torch.int64, device=device)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._step()  # compiles kernels and settles workspaces before recording
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool):
+            self.logits, self.tokens = self._step()
+
+    def _step(self) -> tuple[torch.Tensor, torch.Tensor]:
+        from .sampler_triton import draw
+
+        runner = self.runner
+        rows, positions, slots, host_ids = self.inputs
+        runner.device_table[rows, positions] = slots.int()
+        batch = ForwardBatch(
+            input_ids=torch.where(host_ids < 0, runner.last_token[rows], host_ids),
+            positions=positions,
+            out_slots=slots,
+            q_start=self.q_start,
+            seq_lens=(positions + 1).int(),
+            rows=rows.int(),
+            table=runner.device_table,
+            num_decodes=self.size,
+            max_seq_len=runner.table.max_context,
+            max_new=1,
+            logit_rows=self.every_row,
+            shared=self.shared,
+        )
+        runner.attention.begin(batch)
+        logits = runner.model.logits(runner.model.forward(batch, runner.attention))
+        wants = runner.row_sampling
+        tokens = draw(logits, wants.inverse_temperature[rows], wants.greedy[rows], wants.seed[rows], positions + 1)
+        runner.last_token[rows] = tokens
+        return logits, tokens
+
+    def replay(self, batch: Batch) -> None:
+        """Queue the step of this batch, of at most `size` decodes."""
+        n, runner = len(batch), self.runner
+        inputs = torch.zeros((4, self.size), dtype=torch.int64, pin_memory=True)
+        host = inputs.numpy()
+        host[0, :n], host[1, :n] = batch.rows, batch.starts
+        host[2, :n] = runner.table.slots[batch.rows, batch.starts]
+        host[3, :n] = np.where(batch.from_device, -1, runner.rows.ids[batch.rows, batch.starts])
+        self.inputs.copy_(inputs, non_blocking=True)
+        self.graph.replay()
+
+
+class DecodeGraphs:
+    """The recorded steps of all batch sizes, with and without shared prefixes."""
+
+    def __init__(self, runner: Runner, sizes: list[int], shared: SharedPrefixes | None, shared_sizes: list[int]):
+        """Record them, the largest first, so that smaller ones use its memory."""
+        self._plain: dict[int, DecodeGraph] = {}
+        self._shared: dict[int, DecodeGraph] = {}
+        wanted = [(size, None, self._plain) for size in sizes]
+        if shared is not None:
+            wanted += [(size, shared, self._shared) for size in shared_sizes]
+        pool = None
+        for size, plan, into in sorted(wanted, key=lambda w: -w[0]):
+            graph = DecodeGraph(runner, size, plan, pool)
+            pool = graph.graph.pool()
+            into[size] = graph
+
+    def find(self, decodes: int, shared: bool) -> DecodeGraph | None:
+        """The smallest recorded step that holds so many decodes."""
+        graphs = self._shared if shared else self._plain
+        return graphs.get(min((size for size in graphs if size >= decodes), default=0))

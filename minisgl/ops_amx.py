@@ -1,0 +1,246 @@
+"""Decode steps in one call, on CPUs with AMX: `decode_amx.c`, compiled on first use.
+
+A decode step reads every weight once and computes little with it, so the memory's speed bounds it: 270 MB for the default
+model, 12 ms at the 22 GB/s of a small machine.  In torch it takes three times as long, most of it between the products.
+The C file does the step whole; this module finds a compiler, keeps what it made in the cache (`load`), and hands over
+pointers (`AmxOps`):
+
+    Llama.forward --> AmxOps.decode   all sequences decode, attention is the paged one   -> decode_amx.c
+                          |
+                          '---------> None: any other step is computed in torch, block by block (`PackedOps`)
+
+Both read the same packed weights and the same pool, and either may compute any step.  Results differ by rounding: the C
+step keeps in float32 what torch's separate operations round to bfloat16 in between.
+
+Needs Linux on x86-64, a C compiler (CC, or cc, gcc, clang on the path; only the first time) and bfloat16; where any of it
+is missing, `load` says what and the model runs in torch alone.  attention_backend="torch" asks for that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from ctypes import c_double, c_int, c_int64, c_uint, c_void_p
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from .attention import Attention, ForwardBatch
+from .attention_cpu import CpuAttention
+from .cache import cached_folder
+from .config import LlamaConfig, ModelError
+from .ops_cpu import PackedOps
+
+if TYPE_CHECKING:
+    from .model_llama import Llama
+
+SOURCE = Path(__file__).with_name("decode_amx.c")
+FLAGS = "-O3 -std=gnu11 -shared -fPIC -mfma -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mamx-tile -mamx-bf16"
+CPU_FLAGS = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "amx_tile", "amx_bf16"}
+HEAD_DIMS = (32, 64, 96, 128)
+BLOCK = 32  # inputs and outputs of a packed weight's block; `COLUMNS` in the C file
+MAX_LAYERS = 512
+
+
+class Unavailable(RuntimeError):
+    """Why decode steps are computed in torch, in one line."""
+
+
+# ---- the library -----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def load(cpuinfo: Path = Path("/proc/cpuinfo")) -> ctypes.CDLL:
+    """The compiled library, made first if the cache does not hold it (2 s).  Raises Unavailable."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise Unavailable("the compiled decode step is for Linux on x86-64")
+    lines = (line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
+    if missing := CPU_FLAGS - set(next(lines, "").split()):
+        raise Unavailable(f"this CPU has no {min(missing)}")
+    key = hashlib.sha256(SOURCE.read_bytes() + FLAGS.encode()).hexdigest()[:16]
+    try:
+        library = ctypes.CDLL(str(cached_folder(f"decode-amx-{key}", _compile) / "decode.so"))
+    except (ModelError, OSError) as error:  # no cache; a compiler or an OpenMP library that does not fit
+        raise Unavailable(str(error)) from error
+    library.work_bytes.restype = c_int64
+    library.work_bytes.argtypes = [c_void_p, c_int64, c_int64, c_int64]
+    library.decode_step.argtypes = [c_void_p, c_void_p]
+    library.project.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_uint]
+    library.project.restype = None
+    library.allowed.restype = library.decode_step.restype = c_int
+    if not library.allowed():
+        raise Unavailable("the kernel does not let this process use AMX")
+    return library
+
+
+def _compile(folder: Path) -> None:
+    names = (os.environ.get("CC"), "cc", "gcc", "clang")
+    compiler = next((path for name in names if name and (path := shutil.which(name))), None)
+    if compiler is None:
+        raise Unavailable("there is no C compiler (CC, cc, gcc or clang)")
+    command = [compiler, *FLAGS.split(), str(SOURCE), "-o", str(folder / "decode.so"), "-lm"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable(f"{compiler} did not compile {SOURCE.name}: {error}") from error
+    if done.returncode:
+        line = next((line for line in done.stderr.splitlines() if "error" in line), f"status {done.returncode}")
+        raise Unavailable(f"{compiler} did not compile {SOURCE.name}: {line}")
+
+
+def check(config: LlamaConfig, dtype: torch.dtype) -> None:
+    """Raises Unavailable if the C file has not what this model needs."""
+    c = config
+    if dtype != torch.bfloat16:
+        raise Unavailable("the compiled decode step is for bfloat16")
+    if c.head_dim not in HEAD_DIMS:
+        raise Unavailable(f"head_dim {c.head_dim} is none of {HEAD_DIMS}")
+    widths = c.hidden_size, c.intermediate_size
+    if any(width % BLOCK for width in widths):
+        raise Unavailable(f"hidden and intermediate size {widths} are not both multiples of {BLOCK}")
+    if c.num_layers > MAX_LAYERS:
+        raise Unavailable(f"the model has more than {MAX_LAYERS} layers")
+
+
+# ---- the structures of the C file ------------------------------------------------------------------------------------
+
+
+def _structure(name: str, **fields: str) -> type[ctypes.Structure]:
+    """fields: type -> names, in order."""
+    kinds = {"pointer": c_void_p, "integer": c_int64, "number": c_double}
+    pairs = [(field, kinds[kind.split("_")[0]]) for kind, names in fields.items() for field in names.split()]
+    return type(name, (ctypes.Structure,), {"_fields_": pairs})
+
+
+_Layer = _structure(
+    "_Layer",
+    pointer="input_norm qkv o post_norm gate up down qkv_bias o_bias gate_bias up_bias down_bias qk_norm",
+    integer="window",
+)
+_Model = _structure(
+    "_Model",
+    integer="layers vocabulary hidden heads kv_heads dim intermediate",
+    number="eps",
+    pointer="embed final_norm layer",
+)
+_Step = _structure(
+    "_Step",
+    integer="n",
+    pointer="ids positions slots lengths rows table",
+    integer_2="table_stride longest",
+    pointer_2="rope kv",
+    integer_3="slots_in_pool",
+    pointer_3="out work",
+    integer_4="threads",
+)
+
+
+def _pointer(tensor: torch.Tensor | None, dtype: torch.dtype = torch.bfloat16) -> int | None:
+    """The address of a contiguous tensor; the C file trusts what it gets."""
+    if tensor is None:
+        return None
+    if tensor.layout == torch._mkldnn:  # pyright: ignore[reportAttributeAccessIssue]
+        return torch.ops.mkldnn.data_ptr(tensor)
+    assert tensor.dtype == dtype and tensor.is_contiguous() and tensor.device.type == "cpu"
+    return tensor.data_ptr()
+
+
+def in_blocks(weight: torch.Tensor, packed: torch.Tensor) -> bool:
+    """Whether oneDNN has laid `weight` (out, in) out as the C file reads it.
+
+    (out / 32, in / 32, 16, 32, 2): for 32 outputs and 32 inputs, the 16 pairs of inputs one after another, in each the
+    outputs, in each the two inputs.  That is how AMX wants its right operand, so with AMX oneDNN has it so.
+    """
+    outputs, inputs = weight.shape
+    if outputs % BLOCK or inputs % BLOCK:
+        return False
+    expected = weight.view(outputs // BLOCK, BLOCK, inputs // BLOCK, BLOCK // 2, 2).permute(0, 2, 3, 1, 4).contiguous()
+    if torch.ops.mkldnn._nbytes(packed) != expected.nbytes:
+        return False
+    memory = (ctypes.c_char * expected.nbytes).from_address(torch.ops.mkldnn.data_ptr(packed))
+    return torch.equal(torch.frombuffer(memory, dtype=torch.int16), expected.view(torch.int16).flatten())
+
+
+class AmxOps(PackedOps):
+    """`PackedOps` whose decode steps are one call; see the module.  For one model."""
+
+    def __init__(self, library: ctypes.CDLL):
+        self._library = library
+        self._in_blocks: dict[torch.Size, bool] = {}  # by a weight's shape
+        self._model: tuple[Any, ...] | None = None  # the C file's structures; empty: a weight is not in blocks
+        self._work = torch.empty(0, dtype=torch.uint8)
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        packed = super().pack(weight)
+        if weight.shape not in self._in_blocks:
+            self._in_blocks[weight.shape] = in_blocks(weight, packed)
+        return packed
+
+    def decode(self, model: Llama, batch: ForwardBatch, attn: Attention) -> torch.Tensor | None:
+        if not isinstance(attn, CpuAttention) or batch.num_decodes < batch.num_seqs:
+            return None
+        if self._model is None:
+            self._model = self._describe(model)
+        if not self._model:
+            return None
+        described = ctypes.addressof(self._model[0])
+        n, longest, threads = batch.num_seqs, batch.max_seq_len, torch.get_num_threads()
+        wanted = self._library.work_bytes(described, n, longest, threads)
+        if len(self._work) < wanted:
+            self._work = torch.empty(wanted, dtype=torch.uint8)
+        out = torch.empty((batch.num_tokens, model.config.hidden_size), dtype=torch.bfloat16)
+        out[n:] = 0  # padding
+        rope, kv = model.rope.rows(longest), attn.pool.kv
+        ids, positions, slots = (_pointer(x, torch.int64) for x in (batch.input_ids, batch.positions, batch.out_slots))
+        lengths, rows, table = (_pointer(x, torch.int32) for x in (batch.seq_lens, batch.rows, batch.table))
+        step = _Step(
+            n, ids, positions, slots, lengths, rows, table, batch.table.stride(0), longest,
+            _pointer(rope, torch.float32), _pointer(kv), kv.shape[2], _pointer(out), self._work.data_ptr(), threads,
+        )  # fmt: skip
+        if self._library.decode_step(described, ctypes.addressof(step)):
+            raise IndexError(f"a token id is not in the vocabulary: {batch.input_ids.tolist()}")
+        return out
+
+    def _describe(self, model: Llama) -> tuple[Any, ...]:
+        """The C file's description of a model, and what must live as long; empty if it can't be used."""
+        c = model.config
+        layers = (_Layer * c.num_layers)()
+        keep: list[Any] = []
+        for target, layer in zip(layers, model.layers):
+            gate: Any = layer.gate_up[0]
+            up: Any = layer.gate_up[1]
+            if not all(self._in_blocks[weight.shape] for weight in (layer.qkv, layer.o, gate, up, layer.down)):
+                return ()
+            gate_bias, up_bias = (None, None) if layer.gate_up_bias is None else layer.gate_up_bias.chunk(2)
+            keep.append((gate_bias, up_bias))
+            tensors = (
+                layer.input_norm, layer.qkv, layer.o, layer.post_norm, gate, up, layer.down,
+                layer.qkv_bias, layer.o_bias, gate_bias, up_bias, layer.down_bias, layer.qk_norm,
+            )  # fmt: skip
+            for (name, _), tensor in zip(_Layer._fields_, tensors):
+                setattr(target, name, _pointer(tensor))
+            target.window = layer.window
+        described = _Model(
+            c.num_layers, c.vocab_size, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size,
+            c.rms_norm_eps, _pointer(model.embed), _pointer(model.final_norm), ctypes.addressof(layers),
+        )  # fmt: skip
+        return described, layers, keep
+
+    def logits(self, hidden: torch.Tensor, weight: Any) -> torch.Tensor:
+        if not self._in_blocks[weight.shape]:
+            return self.linear(hidden, weight)
+        n, k = hidden.shape
+        x = F.pad(hidden, (0, 0, 0, -n % 16)).contiguous()
+        out = torch.empty((n, weight.shape[0]), dtype=torch.bfloat16)
+        self._library.project(
+            _pointer(x), n, k, _pointer(weight), weight.shape[0], _pointer(out), torch.get_num_threads()
+        )
+        return out

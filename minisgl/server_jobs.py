@@ -1,0 +1,366 @@
+"""Between the event loop and the engine's thread: submitting, waiting, streaming, and ending what nobody waits for.
+
+    event loop                                     engine thread
+    Service.prepare   (worker threads: tokenise, compile grammars)
+    Job.submit        ------------------------->   runs
+    Job.wait / Job.changes   <--- Doorbell.ring    a token, an end
+    abort             ------------------------->   frees the KV at the next step
+
+Two ideas keep HTTP cheap beside an engine in the same interpreter:
+
+*The reader takes, the engine does not give.*  A token only rings a bell.  When a stream's coroutine gets to run, it
+writes whatever its sequences have grown by since: one token when the machine is idle, ten when it is busy.  So a client
+that reads slowly holds nothing back but its own socket's buffer, and no queue of chunks can grow.
+
+*The bell is answered in rounds.*  All streams that have news are woken together, and the next round begins only after
+a pause of a few times as long as this one took: writing responses takes at most `SHARE` of the interpreter's time, and
+the more there is to write the more tokens share a write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .output import EngineError, Sink
+from .sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from .metrics import Metrics
+    from .runtime import Runtime
+
+T = TypeVar("T")
+_PARAMETERS = {f.name for f in fields(SamplingParams)} | {
+    "prompt", "input_ids", "rid", "logprob_start_len", "top_logprobs_num", "messages"
+}  # fmt: skip (an error's first word, if it is one of these, is its `param`)
+LEAST = -9999.0  # what a log-probability of minus infinity is written as, which JSON has not
+SHARE = 0.2  # of the interpreter's time that rounds of writing may take
+
+
+class ApiError(Exception):
+    """An answer other than 200, in OpenAI's words."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: int = 0
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
+
+    @property
+    def type(self) -> str:
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        return kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """What a client is told of an exception: never a traceback, and no inside of a defect."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ImportError):  # an optional grammar engine
+        return ApiError(400, str(error))
+    if isinstance(error, ValueError):
+        name = str(error).partition(" ")[0].rstrip(":")
+        return ApiError(400, str(error), param=name if name in _PARAMETERS else None)
+    if isinstance(error, EngineError):
+        closed = "shut down" in str(error)
+        return ApiError(503 if closed else 500, str(error), code="engine_stopped" if closed else "engine_error")
+    return ApiError(500, f"internal error: {type(error).__name__}", code="internal_error")
+
+
+class ClientGone(Exception):
+    """The client has closed its connection."""
+
+
+@dataclass
+class Limits:
+    """What one server takes.  Sizes in bytes or characters, times in seconds."""
+
+    max_queued: int = 1024  # sequences waiting, besides those that the engine runs at once
+    max_body: int = 16 << 20
+    max_prompts: int = 1024  # in one request
+    max_grammar: int = 256 << 10  # characters of a regex, schema or grammar
+    max_tool_calls: int = 16  # in one answer
+    body_timeout: float = 60.0
+    write_timeout: float = 120.0  # a client that takes nothing for so long is given up
+    drain_timeout: float = 30.0
+    health_timeout: float = 20.0  # for one token
+
+
+class Admission:
+    """Counts the sequences that are in the engine for HTTP, and refuses those beyond the limit."""
+
+    def __init__(self, limit: int):
+        self.limit, self.live = limit, 0
+        self._lock = threading.Lock()  # ends are counted on the engine's thread
+        self._ends: deque[float] = deque(maxlen=64)
+
+    def take(self, count: int) -> None:
+        if count > self.limit:
+            raise ApiError(400, f"{count} sequences in one request are more than the queue of {self.limit} can hold")
+        with self._lock:
+            if self.live + count <= self.limit:
+                self.live += count
+                return
+        raise ApiError(
+            429, f"the queue is full: {self.live} sequences", code="queue_full", retry_after=self._retry_after()
+        )
+
+    def give(self, count: int = 1) -> None:
+        with self._lock:
+            self.live -= count
+            self._ends.append(time.monotonic())
+
+    def _retry_after(self) -> int:
+        """Seconds in which a tenth of the queue will end, as of late."""
+        ends = list(self._ends)
+        rate = len(ends) / max(time.monotonic() - ends[0], 1e-3) if ends else 1.0
+        return min(max(math.ceil(self.live / 10 / rate), 1), 60)
+
+
+class Doorbell:
+    """Wakes coroutines of one loop from the engine's thread, in rounds (see the module's docstring)."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop = loop
+        self._rung: deque[Listener] = deque()
+        self._armed = False
+        self._not_before = 0.0
+
+    def ring(self, listener: Listener) -> None:
+        """From any thread."""
+        if listener.rung:
+            return
+        listener.rung = True
+        self._rung.append(listener)
+        if not self._armed:
+            self._armed = True
+            try:
+                self._loop.call_soon_threadsafe(self._answer)
+            except RuntimeError:  # the loop was closed: nobody reads any more
+                return
+
+    def _answer(self) -> None:
+        begin = time.perf_counter()
+        if begin < self._not_before:
+            self._loop.call_later(self._not_before - begin, self._answer)
+            return
+        self._armed = False  # before taking: who rings from here on arms again
+        while self._rung:
+            self._rung.popleft().wake()
+        self._loop.call_soon(self._rest, begin)  # runs after those just woken
+
+    def _rest(self, begin: float) -> None:
+        end = time.perf_counter()
+        self._not_before = end + (end - begin) * (1 / SHARE - 1)
+
+
+class Listener:
+    """One coroutine that waits for a bell."""
+
+    def __init__(self, bell: Doorbell):
+        self.bell, self.rung = bell, False
+        self._event = asyncio.Event()
+
+    def ring(self) -> None:
+        self.bell.ring(self)
+
+    def wake(self) -> None:
+        self.rung = False
+        self._event.set()
+
+    async def wait(self) -> None:
+        await self._event.wait()
+        self._event.clear()
+
+
+class Tail:
+    """What of one sequence has not been read yet."""
+
+    def __init__(self, sink: Sink):
+        self.sink = sink
+        self.read = 0  # characters,
+        self.scored = 0  # and entries of the log-probabilities
+        self.over = False  # its end was read as well
+
+    def take(self) -> tuple[str, bool] | None:
+        """(new text, whether that is the end), or None if there is nothing new.  Raises what the sequence failed of."""
+        if self.over:
+            return None
+        ended = self.sink.ended.done()  # before the text, which is complete then
+        if ended:
+            self.over = True
+            self.sink.result()
+        text = self.sink.text
+        new, self.read = text[self.read :], len(text)
+        return (new, ended) if new or ended else None
+
+    def take_scores(self) -> tuple[list[Any], list[Any]]:
+        """New log-probabilities of the text's tokens, and of the likeliest alternatives: not of a stop token that is
+        no text, so that while one ends the sequence its entry is left for the last call."""
+        scores, reason = self.sink.logprobs, self.sink.request.finish_reason
+        if scores is None:
+            return [], []
+        begin, end = self.scored, len(scores.output_top)  # appended last
+        if end and reason is not None and (not self.over or self.sink.is_trimmed_stop(scores.output[end - 1][1])):
+            end -= 1
+        self.scored = max(end, begin)
+        return scores.output[begin:end], scores.output_top[begin:end]
+
+
+class Job:
+    """Some sequences of one request, in the engine.  stream: `changes` will be read, not just `wait`."""
+
+    def __init__(self, service: Service, sinks: Sequence[Sink], *, stream: bool):
+        self.service, self.sinks = service, sinks
+        self._listener = Listener(service.bell)
+        self._left = len(sinks)
+        for sink in sinks:
+            if stream:
+                sink.notify(self._listener.ring)
+            sink.ended.add_done_callback(self._ended)
+        self.tails = [Tail(sink) for sink in sinks]
+
+    def _ended(self, _: Any) -> None:
+        self._left -= 1  # on the engine's thread, one after the other
+        if not self._left:
+            self._listener.ring()
+
+    def abort(self) -> None:
+        """End what has not ended."""
+        if self._left:
+            self.service.runtime.engine.abort([sink.request for sink in self.sinks])
+
+    async def wait(self) -> list[dict[str, Any]]:
+        """The replies, when all sequences have ended.  Raises what the first of them failed of."""
+        while self._left:
+            await self._listener.wait()
+        return [sink.result() for sink in self.sinks]
+
+    async def changes(self) -> AsyncIterator[list[tuple[int, Tail, str, bool]]]:
+        """In rounds, (index, tail, new text, whether that is its end) of the sequences that have news."""
+        open_ = len(self.tails)
+        while open_:
+            await self._listener.wait()
+            news = [(i, tail, *new) for i, tail in enumerate(self.tails) if (new := tail.take()) is not None]
+            open_ -= sum(end for *_, end in news)
+            if news:
+                yield news
+
+
+class Service:
+    """A runtime as the routes see it.  Belongs to one event loop, which must be running.
+
+    names   what `model` may be in requests; the first is the one that answers carry
+    """
+
+    def __init__(self, runtime: Runtime, names: Sequence[str], limits: Limits, metrics: Metrics):
+        self.runtime, self.names, self.limits, self.metrics = runtime, names, limits, metrics
+        self.admission = Admission(limits.max_queued + runtime.scheduler.table.max_requests)
+        self.bell = Doorbell(asyncio.get_running_loop())
+        self.draining = False
+        self.jobs: set[Job] = set()
+        self.started = time.time()
+        # apart, so that a slow grammar does not keep plain requests waiting
+        self._plain = ThreadPoolExecutor(4, "minisgl-prepare")
+        self._grammars = ThreadPoolExecutor(2, "minisgl-grammar")
+
+    def abort_all(self) -> None:
+        """End every sequence that runs for HTTP; their clients get what there is."""
+        for job in self.jobs:
+            job.abort()
+
+    def close(self) -> None:
+        self._plain.shutdown(wait=False, cancel_futures=True)
+        self._grammars.shutdown(wait=False, cancel_futures=True)
+
+    async def off_loop(self, function: Callable[[], T], *, grammar: bool = False) -> T:
+        """Run what takes a while on a worker thread."""
+        pool = self._grammars if grammar else self._plain
+        return await asyncio.get_running_loop().run_in_executor(pool, function)
+
+    @asynccontextmanager
+    async def job(
+        self, count: int, make: Callable[[], Sequence[Sink]], *, stream: bool = False, grammar: bool = False
+    ) -> AsyncIterator[Job]:
+        """Admit, prepare and submit `count` sequences; on leaving, whatever still runs of them is ended.
+
+        `make` runs on a worker thread and raises ValueError for whatever is wrong.  The sequences count in the queue
+        until the engine has ended them, however long the response takes; with count=0 they are counted already.
+        Raises ApiError.
+        """
+        if count:
+            self.check_open()
+            self.admission.take(count)
+        try:
+            sinks = await self.off_loop(make, grammar=grammar)
+            job = Job(self, sinks, stream=stream)
+            self.runtime.engine.submit([sink.request for sink in sinks])
+        except BaseException:
+            self.admission.give(count)
+            raise
+        for sink in sinks:  # called at once where it has ended already
+            sink.ended.add_done_callback(self._account(sink, bool(count)))
+        self.jobs.add(job)
+        try:
+            yield job
+        finally:
+            self.jobs.discard(job)
+            job.abort()
+
+    def _account(self, sink: Sink, counted: bool) -> Callable[[Any], None]:
+        def ended(_: Any) -> None:
+            if counted:
+                self.admission.give()
+            self.metrics.observe(sink.request)
+
+        return ended
+
+    def check_open(self) -> None:
+        if self.draining or not self.runtime.engine.alive:
+            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=1)
+
+    def check_grammar(self, name: str, source: str | None) -> None:
+        if source is not None and len(source) > self.limits.max_grammar:
+            raise ApiError(
+                400, f"{name} has {len(source)} characters, at most {self.limits.max_grammar} are taken", param=name
+            )
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            raise ApiError(
+                404, f"the model {name!r} does not exist here, only {self.names[0]!r}", param="model",
+                code="model_not_found",
+            )  # fmt: skip
+
+    def check_length(self, ids: Sequence[int] | np.ndarray, max_new_tokens: int) -> None:
+        """Raises ApiError, with both numbers, if a prompt leaves no room for a token."""
+        context = self.runtime.scheduler.max_context
+        limit = context - (1 if max_new_tokens else 0)
+        if len(ids) > limit:
+            raise ApiError(
+                400, f"the prompt has {len(ids)} tokens, but at most {limit} fit the context of {context} tokens",
+                code="context_length_exceeded",
+            )  # fmt: skip
+
+
+def usage(prompt: int, cached: int, completion: int) -> dict[str, Any]:
+    """Tokens.  cached: of the prompts' tokens, those that the cache had."""
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached}}  # fmt: skip
+
+
+def finite(logprob: float | None) -> float | None:
+    return logprob if logprob is None or logprob > LEAST else LEAST

@@ -1,0 +1,226 @@
+"""SGLang's native API: /generate and its neighbours, which `RuntimeEndpoint` and the router speak.
+
+A reply is what `Runtime.generate` returns: {"text", "output_ids", "meta_info"}.  A stream's events carry the whole text
+so far, as SGLang's do; with several prompts or n > 1 each event has the "index" of its sequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import Response
+
+from . import __version__
+from .sampling_params import SamplingParams
+from .server_http import EventStream, Reply, event, parse, unless_gone
+from .server_jobs import ApiError, Job, Service, finite
+from .server_schemas import MAX_OUTPUTS, AbortRequest, GenerateRequest
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from .output import Sink
+    from .runtime import Runtime
+    from .tokenizer import BaseTokenizer
+
+_LISTED = {"return_logprob": False, "logprob_start_len": -1, "top_logprobs_num": 0}
+
+
+async def generate(service: Service, request: Request) -> Response:
+    limits = service.limits
+    body = await parse(request, GenerateRequest, limits.max_body, limits.body_timeout)
+    if (body.text is None) == (body.input_ids is None):
+        raise ApiError(400, "give text or input_ids, one of the two", param="text")
+    given: Any = body.text if body.text is not None else body.input_ids
+    single = isinstance(given, str) or not given or isinstance(given[0], int)
+    prompts = [given] if single else given
+    if len(prompts) > limits.max_prompts:
+        raise ApiError(400, f"at most {limits.max_prompts} prompts, got {len(prompts)}", param="text")
+    params = [_params(service, p) for p in _each(body.sampling_params, len(prompts), "sampling_params")]
+    listed = {name: getattr(body, name) for name in _LISTED}
+    name = "prompt" if body.text is not None else "input_ids"
+
+    def make() -> list[Sink]:
+        if not any(isinstance(value, list) for value in (body.rid, *listed.values())):
+            own: Any = params[0] if single else params
+            options = {k: _or(v, _LISTED[k]) for k, v in listed.items()}
+            return _prepare(service, body, {name: given}, own, options, body.rid)
+        rids = _each(body.rid, len(prompts), "rid")
+        rows = {k: _each(_or(v, _LISTED[k]), len(prompts), k) for k, v in listed.items()}
+        return [
+            sink for i, prompt in enumerate(prompts)
+            for sink in _prepare(service, body, {name: prompt}, params[i], {k: v[i] for k, v in rows.items()}, rids[i])
+        ]  # fmt: skip
+
+    count = sum(p.n for p in params)
+    grammar = any(p.grammar is not None for p in params)
+    many = not single or count > 1
+    if not body.stream:
+
+        async def run() -> Response:
+            async with service.job(count, make, grammar=grammar) as job:
+                replies = [_finite(reply) for reply in await job.wait()]
+            return Reply(replies if many else replies[0])
+
+        return await unless_gone(request, run())
+    held = AsyncExitStack()
+    job = await unless_gone(request, held.enter_async_context(service.job(count, make, stream=True, grammar=grammar)))
+    return EventStream(_events(job, many), held, limits.write_timeout)
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _each(value: Any, count: int, name: str) -> Sequence[Any]:
+    """One value for each prompt, of one for all or a list."""
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise ApiError(400, f"{name} has {len(value)} entries for {count} prompts", param=name)
+    return value
+
+
+def _params(service: Service, given: dict[str, Any] | None) -> SamplingParams:
+    params = SamplingParams.make({k: v for k, v in (given or {}).items() if v is not None})
+    if params.n > MAX_OUTPUTS:
+        raise ApiError(400, f"n must be at most {MAX_OUTPUTS}, got {params.n}", param="n")
+    if params.grammar is not None:
+        service.check_grammar(*params.grammar)
+    return params
+
+
+def _prepare(
+    service: Service, body: GenerateRequest, prompts: dict[str, Any], params: Any, options: dict[str, Any],
+    rid: Any,
+) -> list[Sink]:  # fmt: skip
+    return service.runtime.prepare(
+        prompts.get("prompt"), params, prompts.get("input_ids"), None, options["return_logprob"],
+        options["logprob_start_len"], options["top_logprobs_num"], body.return_text_in_logprobs, body.priority or 0,
+        rid,
+    )[0]  # fmt: skip
+
+
+async def _events(job: Job, many: bool) -> AsyncGenerator[bytes, None]:
+    async for news in job.changes():
+        pieces = []
+        for i, tail, _, _ in news:
+            ids = tail.sink.ids.copy()
+            reply = {"text": tail.sink.text[: tail.read], "output_ids": ids, "meta_info": tail.sink.meta_info(len(ids))}
+            pieces.append(event({"index": i, **_finite(reply)} if many else _finite(reply)))
+        yield b"".join(pieces)
+
+
+def _finite(reply: dict[str, Any]) -> dict[str, Any]:
+    """Log-probabilities of minus infinity as a number that JSON has."""
+    meta = reply["meta_info"]
+    for name in ("output_token_logprobs", "input_token_logprobs"):
+        if name in meta:
+            meta[name] = [_entry(entry) for entry in meta[name]]
+    for name in ("output_top_logprobs", "input_top_logprobs"):
+        if name in meta:
+            meta[name] = [None if row is None else [_entry(entry) for entry in row] for row in meta[name]]
+    return reply
+
+
+def _entry(entry: tuple[float | None, int, str | None]) -> tuple[float | None, int, str | None]:
+    value, token, text = entry
+    return finite(value), token, text
+
+
+# ---- managing ------------------------------------------------------------------------------------------------------
+
+
+async def abort_request(service: Service, request: Request) -> Response:
+    body = await parse(request, AbortRequest, service.limits.max_body, service.limits.body_timeout)
+    if body.abort_all:
+        service.abort_all()
+    elif body.rid:
+        service.runtime.abort(body.rid)
+    else:
+        raise ApiError(400, "rid is missing (or abort_all)", param="rid")
+    return Reply({"success": True})
+
+
+async def flush_cache(service: Service, request: Request) -> Response:
+    return Reply({"success": True, "flushed_tokens": await service.off_loop(service.runtime.flush_cache)})
+
+
+async def model_info(service: Service, request: Request) -> Response:
+    runtime = service.runtime
+    config, tokenizer = runtime.config, _tokenizer(runtime)
+    template = None if tokenizer is None else tokenizer.chat_template
+    return Reply({
+        "model_path": runtime.name, "served_model_name": service.names[0], "is_generation": True,
+        "has_image_understanding": False, "vocab_size": config.vocab_size,
+        "context_length": runtime.scheduler.max_context, "eos_token_ids": list(runtime.eos_token_ids),
+        "bos_token_id": None if tokenizer is None else tokenizer.bos_id,
+        "chat_template": None if template is None else template.templates,
+        "special_tokens": {} if template is None else template.special_tokens,
+    })  # fmt: skip
+
+
+def _tokenizer(runtime: Runtime) -> BaseTokenizer | None:
+    try:
+        return runtime.tokenizer
+    except ValueError:  # it came without
+        return None
+
+
+async def server_info(service: Service, request: Request) -> Response:
+    runtime, scheduler = service.runtime, service.runtime.scheduler
+    stats = await service.off_loop(runtime.stats)
+    return Reply({
+        "version": __version__, "model_path": runtime.name, "served_model_name": service.names[0],
+        "device": str(runtime.device), "dtype": str(runtime.dtype).removeprefix("torch."),
+        "max_context": scheduler.max_context, "max_running_requests": scheduler.table.max_requests,
+        "max_queued_requests": service.limits.max_queued, "schedule_policy": scheduler.policy,
+        "chunk_size": scheduler.chunk_size, "started": service.started, "draining": service.draining, **stats,
+    })  # fmt: skip
+
+
+async def health(service: Service, request: Request) -> Response:
+    service.check_open()
+    return Reply({"status": "ok"})
+
+
+async def health_generate(service: Service, request: Request) -> Response:
+    """Generates one token, behind all that waits; 503 if that takes longer than `health_timeout`."""
+    service.check_open()
+    one = {"max_new_tokens": 1, "temperature": 0}
+
+    async def run() -> None:
+        async with service.job(0, lambda: service.runtime.prepare(
+            None, one, [0], None, False, -1, 0, False, 0, None
+        )[0]) as job:  # fmt: skip
+            await job.wait()
+
+    try:
+        await asyncio.wait_for(run(), service.limits.health_timeout)
+    except (TimeoutError, asyncio.TimeoutError):
+        seconds = service.limits.health_timeout
+        raise ApiError(503, f"no token came within {seconds:g} seconds", code="engine_stuck") from None
+    return Reply({"status": "ok"})
+
+
+async def metrics(service: Service, request: Request) -> Response:
+    accept = request.headers.get("accept", "")
+    page, kind = await service.off_loop(lambda: service.metrics.page(accept))
+    return Response(page, headers={"Content-Type": kind})
+
+
+async def models(service: Service, request: Request) -> Response:
+    name = request.path_params.get("model")
+    if name is not None:
+        service.check_model(name)
+    card = {"id": service.names[0], "object": "model", "created": int(service.started), "owned_by": "minisgl",
+            "root": service.runtime.name, "max_model_len": service.runtime.scheduler.max_context}  # fmt: skip
+    return Reply(card if name is not None else {"object": "list", "data": [card]})
+
+
+async def embeddings(service: Service, request: Request) -> Response:
+    raise ApiError(400, f"{service.names[0]!r} generates text and has no embeddings", code="unsupported_endpoint")
+

@@ -1,0 +1,702 @@
+"""The HTTP server over a tiny model: SGLang's API, limits, errors, clients that leave or dawdle, the key, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+import warnings
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette", reason='needs pip install "minisgl[server]"')
+pytest.importorskip("uvicorn", reason='needs pip install "minisgl[server]"')
+pytest.importorskip("prometheus_client", reason='needs pip install "minisgl[server]"')
+
+from minisgl import Server
+from minisgl.server_jobs import Limits
+
+from . import engines
+from .http_client import call, events, get, open_socket, post, wait_until
+
+GREEDY = {"temperature": 0, "ignore_eos": True}
+LONG = {**GREEDY, "max_new_tokens": 400}
+
+
+@pytest.fixture(scope="module")
+def runtime():
+    with engines.make(kv_capacity=3000, max_running_requests=8, overlap=True) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def server(runtime):
+    limits = Limits(max_queued=40, max_body=200_000, max_prompts=20, max_grammar=2000, body_timeout=0.5)
+    with Server(runtime, port=0, limits=limits) as server:
+        yield server
+
+
+@pytest.fixture
+def url(server, runtime):
+    """The server's; afterwards nothing runs, nothing is locked, and the queue's count is back at zero."""
+    yield server.url
+    wait_until(lambda: not runtime.stats()["running"] + runtime.stats()["waiting"])
+    wait_until(lambda: server._service.admission.live == 0)
+    engines.check_idle(runtime)
+    assert not server._service.jobs
+
+
+def texts(runtime, prompts, params):
+    return [reply["text"] for reply in runtime.generate(prompts, params)]
+
+
+# ---- /generate -----
+
+
+def test_generate_is_runtime_generate(url, runtime):
+    body = {"text": "abc", "sampling_params": {**GREEDY, "max_new_tokens": 6}, "rid": "my id"}
+    reply = post(url, "/generate", body).json
+    expected = runtime.generate("abc", body["sampling_params"])
+    assert {k: reply[k] for k in ("text", "output_ids")} == {k: expected[k] for k in ("text", "output_ids")}
+    meta = reply["meta_info"]
+    assert meta["id"] == "my id" and meta["finish_reason"] == {"type": "length"}
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (3, 6) and 0 < meta["ttft"] <= meta["e2e_latency"]
+    ids = runtime.tokenizer.encode("abc").tolist()
+    again = post(url, "/generate", {**body, "text": None, "input_ids": ids}).json
+    assert again["text"] == reply["text"] and again["meta_info"]["cached_tokens"] == 2
+
+
+def test_generate_lists_and_n(url, runtime):
+    params = {**GREEDY, "max_new_tokens": 4}
+    prompts = ["abc", "de", "f"]
+    replies = post(url, "/generate", {"text": prompts, "sampling_params": params, "rid": "group"}).json
+    assert [reply["text"] for reply in replies] == texts(runtime, prompts, params)
+    seeded = {"max_new_tokens": 4, "seed": 7, "n": 2, "ignore_eos": True}
+    replies = post(url, "/generate", {"text": prompts, "sampling_params": seeded}).json
+    assert [reply["text"] for reply in replies] == texts(runtime, prompts, seeded)
+    each = [{**params, "max_new_tokens": n} for n in (1, 2, 3)]
+    body = {
+        "text": prompts,
+        "sampling_params": each,
+        "rid": ["x", "y", "z"],
+        "return_logprob": [True, False, True],
+        "logprob_start_len": [0, -1, -1],
+        "top_logprobs_num": [2, 0, 0],
+    }
+    metas = [reply["meta_info"] for reply in post(url, "/generate", body).json]
+    assert [meta["id"] for meta in metas] == ["x", "y", "z"]
+    assert [meta["completion_tokens"] for meta in metas] == [1, 2, 3]
+    assert [len(meta.get("output_token_logprobs", ())) for meta in metas] == [1, 0, 3]
+    assert len(metas[0]["input_token_logprobs"]) == 3 and len(metas[0]["output_top_logprobs"][0]) == 2
+    for name, value in {"sampling_params": each[:2], "rid": ["a"], "return_logprob": [True]}.items():
+        answer = post(url, "/generate", {"text": prompts, name: value})
+        assert answer.status == 400 and answer.error["param"] == name
+
+
+def test_generate_streams_growing_text(url, runtime):
+    params = {**GREEDY, "max_new_tokens": 30}
+    chunks = list(events(url, "/generate", {"text": "abc", "sampling_params": params}))
+    whole = runtime.generate("abc", params)
+    assert chunks[-1]["text"] == whole["text"] and chunks[-1]["output_ids"] == whole["output_ids"]
+    assert chunks[-1]["meta_info"]["finish_reason"] == {"type": "length"}
+    for before, chunk in zip(chunks, chunks[1:], strict=False):
+        assert chunk["text"].startswith(before["text"]) and before["meta_info"]["finish_reason"] is None
+    scored = {"text": "abc", "sampling_params": params, "return_logprob": True, "return_text_in_logprobs": True}
+    entries = list(events(url, "/generate", scored))[-1]["meta_info"]["output_token_logprobs"]
+    assert len(entries) == 30 and [token for _, token, _ in entries] == whole["output_ids"]
+
+
+def test_generate_streams_several_at_once(url, runtime):
+    params = {"max_new_tokens": 12, "seed": 3, "n": 2, "ignore_eos": True}
+    prompts = ["abc", "de", "f"]
+    last = {}
+    for chunk in events(url, "/generate", {"text": prompts, "sampling_params": params}):
+        assert last.get(chunk["index"], {"text": ""})["text"] == chunk["text"][: len(last.get(chunk["index"], {"text": ""})["text"])]
+        last[chunk["index"]] = chunk
+    assert [last[i]["text"] for i in range(6)] == texts(runtime, prompts, params)
+
+
+def test_stop_strings_and_their_text_in_a_stream(url, runtime):
+    text = runtime.generate("abc", {**GREEDY, "max_new_tokens": 20})["text"]
+    stop = text[8:11]
+    body = {"text": "abc", "sampling_params": {**GREEDY, "max_new_tokens": 20, "stop": [stop]}}
+    last = list(events(url, "/generate", body))[-1]
+    assert last["text"] == text[: text.index(stop)] and last["meta_info"]["finish_reason"]["matched"] == stop
+
+
+def test_scoring_only(url, runtime):
+    body = {"text": "abcdef", "sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 2}
+    reply = post(url, "/generate", body).json
+    assert reply["text"] == "" and len(reply["meta_info"]["input_token_logprobs"]) == 4
+
+
+# ---- cases of runtime.json -----
+
+
+def test_near_context_limit_crash(url, runtime):
+    """case near-context-limit-crash: context-1 gives one token, more is refused with both numbers."""
+    limit = runtime.scheduler.max_context
+    for more in ({}, {"max_tokens": 100_000}):
+        body = {"prompt": [1] * (limit - 1), "ignore_eos": True, **more}
+        answer = post(url, "/v1/completions", body)
+        assert answer.status == 200 and answer.json["choices"][0]["finish_reason"] == "length"
+        assert answer.json["usage"]["completion_tokens"] == 1
+        for n in (limit, limit + 1):
+            error = post(url, "/v1/completions", {"prompt": [1] * n, **more})
+            assert error.status == 400 and error.error["type"] == "invalid_request_error"
+            assert str(n) in error.error["message"] and str(limit - 1) in error.error["message"]
+            assert error.error["code"] == "context_length_exceeded"
+
+
+def test_finish_chunk_drops_last_text(url):
+    """case finish-chunk-drops-last-text: the only token's text comes before finish_reason."""
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "logit_bias": {"65": 100}}
+    choices = [chunk["choices"][0] for chunk in events(url, "/v1/chat/completions", body)]
+    assert [c["delta"].get("content") for c in choices] == ["b", None]
+    assert [c["finish_reason"] for c in choices] == [None, "length"]
+
+
+def test_stream_usage_null_and_options_empty(url):
+    """cases stream-usage-null and stream-options-empty."""
+    for path, body in {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3},
+        "/v1/completions": {"prompt": "abc", "max_tokens": 3},
+    }.items():
+        *chunks, last = events(url, path, {**body, "ignore_eos": True, "stream_options": {"include_usage": True}})
+        assert last["choices"] == [] and last["usage"]["completion_tokens"] == 3
+        assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks)
+        for options in ({}, None, {"include_usage": False}):
+            chunks = list(events(url, path, {**body, "stream_options": options}))
+            assert all("usage" not in chunk and chunk["choices"] for chunk in chunks)
+        assert post(url, path, {**body, "stream_options": {}}).error["param"] == "stream_options"
+
+
+def test_neg_inf_logprob_json(url):
+    """case neg-inf-logprob-json: alternatives that a mask forbids have finite numbers."""
+    for more in ({"regex": "[ab]{3}"}, {"top_k": 1}, {"logit_bias": {"65": -1e9, "66": 1e9}}):
+        answer = post(url, "/v1/completions", {"prompt": "abc", "max_tokens": 3, "logprobs": 5, **more})
+        assert answer.status == 200, answer.body
+        logprobs = answer.json["choices"][0]["logprobs"]
+        values = [*logprobs["token_logprobs"], *(v for top in logprobs["top_logprobs"] for v in top.values())]
+        assert len(values) > 3 and all(-9999.0 <= v <= 0 for v in values)
+        sampling = {"max_new_tokens": 3, **more}
+        reply = post(url, "/generate", {"text": "a", "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 5})
+        assert reply.status == 200 and b"Infinity" not in reply.body
+
+
+def test_disconnect_nonstream_not_cancelled(url, runtime):
+    """case disconnect-nonstream-not-cancelled: a plain request is aborted, too."""
+    for path, body in {
+        "/generate": {"text": "abc", "sampling_params": LONG},
+        "/v1/completions": {"prompt": "abc", "max_tokens": 400, "ignore_eos": True},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 400, "n": 3, "ignore_eos": True},
+    }.items():
+        before = runtime.stats()["output_tokens"]
+        sock = open_socket(url, path, body)
+        wait_until(lambda: runtime.stats()["running"])
+        sock.close()
+        wait_until(lambda: not runtime.stats()["running"])
+        assert runtime.stats()["output_tokens"] - before < 300
+
+
+def test_disconnect_keeps_generating(url, runtime):
+    """case disconnect-keeps-generating: a stream's sequence ends a few steps after its client left."""
+    before = runtime.stats()["output_tokens"]
+    sock = open_socket(url, "/generate", {"text": "abc", "sampling_params": LONG, "stream": True})
+    received = b""
+    while received.count(b"data: ") < 5:
+        received += sock.recv(4096)
+    sock.close()
+    wait_until(lambda: not runtime.stats()["running"])
+    assert runtime.stats()["output_tokens"] - before < 300
+    engines.check_idle(runtime)
+
+
+def test_missing_chat_template(tmp_path):
+    """case missing-chat-template-500, over HTTP."""
+    from . import tiny_models
+
+    folder = tiny_models.make("llama2", tmp_path / "m")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    from minisgl import Runtime
+
+    with Runtime(folder, kv_capacity=300, device="cpu") as runtime, Server(runtime, port=0) as server:
+        answer = post(server.url, "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
+        assert answer.status == 400 and "/v1/completions" in answer.error["message"]
+        assert post(server.url, "/v1/completions", {"prompt": "abc", "max_tokens": 2}).status == 200
+
+
+# ---- errors -----
+
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+WRONG = {
+    "not JSON": ("/v1/completions", b"{", None),
+    "not an object": ("/v1/completions", b"[1]", None),
+    "empty": ("/generate", b"", None),
+    "deep": ("/generate", b"[" * 100_000, None),
+    "half a surrogate pair": ("/generate", b'{"text": "\\ud800"}', None),
+    "not UTF-8": ("/generate", b'{"text": "\xff"}', None),
+    "unknown": ("/v1/completions", {"prompt": "a", "max_new_tokens": 3}, "max_new_tokens"),
+    "missing": ("/v1/completions", {"max_tokens": 3}, "prompt"),
+    "type": ("/v1/completions", {"prompt": "a", "max_tokens": "3"}, "max_tokens"),
+    "bool": ("/v1/completions", {"prompt": "a", "n": True}, "n"),
+    "null prompt": ("/v1/completions", {"prompt": None}, "prompt"),
+    "no prompts": ("/v1/completions", {"prompt": []}, "prompt"),
+    "empty prompt": ("/v1/completions", {"prompt": ["a", ""]}, "prompt"),
+    "mixed prompt": ("/v1/completions", {"prompt": ["a", 1]}, None),
+    "token": ("/v1/completions", {"prompt": [99999]}, None),
+    "negative token": ("/v1/completions", {"prompt": [-1]}, None),
+    "huge": ("/v1/completions", b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", None),
+    "temperature": ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature"),
+    "top_k": ("/v1/completions", {"prompt": "a", "top_k": 0}, "top_k"),
+    "stop": ("/v1/completions", {"prompt": "a", "stop": [""]}, None),
+    "bias": ("/v1/completions", {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+    "bias of no token": ("/v1/completions", {"prompt": "a", "logit_bias": {"99999": 1}}, "logit_bias"),
+    "min_tokens": ("/v1/completions", {"prompt": "a", "min_tokens": 50, "max_tokens": 2}, None),
+    "prompts": ("/v1/completions", {"prompt": ["a"] * 21}, "prompt"),
+    "sequences": ("/v1/completions", {"prompt": ["a"] * 20, "n": 3}, None),
+    "grammar": ("/v1/completions", {"prompt": "a", "regex": "foo**"}, "regex"),
+    "lookbehind": ("/v1/completions", {"prompt": "a", "regex": "(?<=a)b"}, None),
+    "back-reference": ("/v1/completions", {"prompt": "a", "regex": "(a)\\1"}, None),
+    "large grammar": ("/v1/completions", {"prompt": "a", "regex": "a" * 2001}, "regex"),
+    "large schema": ("/v1/completions", {"prompt": "a", "json_schema": {"const": "a" * 2001}}, "json_schema"),
+    "schema": ("/v1/completions", {"prompt": "a", "json_schema": {"type": "no type"}}, "json_schema"),
+    "two grammars": ("/v1/completions", {"prompt": "a", "regex": "a", "json_schema": {}}, None),
+    "best_of": ("/v1/completions", {"prompt": "a", "best_of": 3}, "best_of"),
+    "suffix": ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
+    "no messages": ("/v1/chat/completions", {"messages": []}, "messages"),
+    "role": ("/v1/chat/completions", {"messages": [{"role": "x", "content": ""}]}, "messages[0].role"),
+    "image": ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    "top_logprobs": ("/v1/chat/completions", {**CHAT, "top_logprobs": 2}, "top_logprobs"),
+    "audio": ("/v1/chat/completions", {**CHAT, "modalities": ["audio"]}, None),
+    "functions": ("/v1/chat/completions", {**CHAT, "functions": []}, "functions"),
+    "tool_choice": ("/v1/chat/completions", {**CHAT, "tool_choice": "auto"}, "tool_choice"),
+    "response_format": ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_schema"}}, None),
+    "template": ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+    "two prompts": ("/generate", {"text": "a", "input_ids": [1]}, "text"),
+    "no prompt": ("/generate", {}, "text"),
+    "sampling_params": ("/generate", {"text": "a", "sampling_params": {"max_tokens": 3}}, None),
+    "n": ("/generate", {"text": "a", "sampling_params": {"n": 1000}}, "n"),
+    "logprob_start_len": ("/generate", {"text": "a", "logprob_start_len": 5, "return_logprob": True}, "logprob_start_len"),
+    "embeds": ("/generate", {"text": "a", "input_embeds": []}, "input_embeds"),
+    "rid": ("/abort_request", {}, "rid"),
+    "embeddings": ("/v1/embeddings", {"input": "a"}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_a_400_that_names_it(url, name):
+    path, body, param = WRONG[name]
+    answer = post(url, path, body)
+    assert answer.status == 400, answer.body
+    assert answer.error["type"] == "invalid_request_error"
+    if param is not None:
+        assert answer.error["param"] == param, answer.error
+
+
+def test_other_refusals(url):
+    assert get(url, "/nothing").status == 404 and get(url, "/nothing").error
+    assert get(url, "/v1/models/nothing").error["code"] == "model_not_found"
+    assert post(url, "/v1/completions", {"prompt": "a", "model": "nothing"}).status == 404
+    answer = get(url, "/generate")
+    assert answer.status == 405 and answer.error and answer.headers["Allow"] == "POST"
+    assert call(url, "POST", "/generate", b"{}", Content_Type="text/plain").status == 400
+    big = b'{"text": "' + b"a" * 200_000 + b'"}'
+    assert post(url, "/generate", big).status == 413 and post(url, "/generate", big).error
+
+
+def test_a_body_that_does_not_arrive_or_has_no_length(url):
+    host, port = url.removeprefix("http://").split(":")
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((host, int(port)), 20) as sock:
+        sock.sendall(head + b"Content-Length: 100\r\n\r\n{")
+        assert b" 408 " in sock.recv(4096)
+    with socket.create_connection((host, int(port)), 20) as sock:
+        sock.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
+        received = b""
+        try:
+            for _ in range(10):
+                sock.sendall(b"8000\r\n" + b"a" * 0x8000 + b"\r\n")
+        except OSError:
+            pass  # it was refused before all of it was sent
+        received = sock.recv(4096)
+        assert b" 413 " in received
+
+
+def test_a_full_queue_answers_429_and_empties(url, server, runtime):
+    body = {"text": ["abc"] * 8, "sampling_params": LONG}
+    socks = [open_socket(url, "/generate", body) for _ in range(6)]  # 48 = 8 running + 40 queued
+    wait_until(lambda: server._service.admission.live == 48)
+    for path, more in {"/generate": {"text": "a"}, "/v1/chat/completions": CHAT, "/v1/completions": {"prompt": "a"}}.items():
+        answer = post(url, path, more)
+        assert answer.status == 429 and answer.error["code"] == "queue_full"
+        assert 1 <= int(answer.headers["Retry-After"]) <= 60
+    assert get(url, "/health").status == 200
+    for sock in socks:
+        sock.close()
+    wait_until(lambda: server._service.admission.live == 0)
+    assert post(url, "/generate", {"text": "a", "sampling_params": {"max_new_tokens": 1}}).status == 200
+
+
+def test_an_id_in_use_is_refused_and_abort_ends_it(url, runtime):
+    done = []
+    body = {"text": "abc", "sampling_params": LONG, "rid": "one"}
+    thread = threading.Thread(target=lambda: done.append(post(url, "/generate", body)))
+    thread.start()
+    wait_until(lambda: runtime.stats()["running"])
+    again = post(url, "/generate", body)
+    assert again.status == 400 and again.error["param"] == "rid"
+    assert post(url, "/abort_request", {"rid": "one"}).json["success"]
+    thread.join()
+    assert done[0].json["meta_info"]["finish_reason"]["type"] == "abort"
+    sock = open_socket(url, "/generate", {**body, "stream": True})
+    wait_until(lambda: runtime.stats()["running"])
+    assert post(url, "/abort_request", {"abort_all": True}).status == 200
+    wait_until(lambda: not runtime.stats()["running"])
+    assert post(url, "/abort_request", {"rid": "nobody"}).status == 200
+    sock.close()
+
+
+def test_an_engine_error_is_told_and_the_server_goes_on(url, runtime, monkeypatch, caplog):
+    real = runtime._engine.runner.launch
+
+    def broken(batch):
+        raise RuntimeError("the device is on fire")
+
+    monkeypatch.setattr(runtime._engine.runner, "launch", broken)
+    answer = post(url, "/generate", {"text": "abc", "sampling_params": LONG})
+    assert answer.status == 500 and answer.error["type"] == "server_error"
+    last = list(events(url, "/generate", {"text": "abc", "sampling_params": LONG}))[-1]
+    assert last["error"]["code"] == "engine_error"
+    monkeypatch.setattr(runtime._engine.runner, "launch", real)
+    assert post(url, "/generate", {"text": "abc", "sampling_params": {"max_new_tokens": 2}}).status == 200
+
+
+# ---- clients that leave, and slow ones -----
+
+
+def test_disconnects_at_random_moments_leave_nothing(url, runtime, server):
+    """200 streams and plain requests closed at a random moment: nothing runs, nothing is locked, memory is flat."""
+    rng = random.Random(0)
+    bodies = [
+        ("/generate", {"text": "abc", "sampling_params": LONG, "stream": True}),
+        ("/generate", {"text": ["abc", "d"], "sampling_params": {**LONG, "n": 2}, "stream": True}),
+        ("/generate", {"text": "a" * 300, "sampling_params": {**LONG, "max_new_tokens": 100}}),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 300, "stream": True, "ignore_eos": True}),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 300, "stream": True, "tools": [
+            {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "string"}}}}}]}),
+        ("/v1/completions", {"prompt": "abc", "regex": "[a-z]{300}", "max_tokens": 300, "stream": True}),
+    ]  # fmt: skip
+
+    def leave(count):
+        for _ in range(count):
+            sock = open_socket(url, *rng.choice(bodies))
+            sock.settimeout(rng.choice([0.0005, 0.01, 0.03]))
+            try:
+                while rng.random() < 0.8 and sock.recv(2048):
+                    pass
+            except TimeoutError:
+                pass
+            sock.close()
+        wait_until(lambda: server._service.admission.live == 0)
+        wait_until(lambda: not runtime.stats()["running"])
+
+    leave(60)
+    gc.collect()
+    tracemalloc.start()
+    before = tracemalloc.take_snapshot()
+    leave(140)
+    gc.collect()
+    after = tracemalloc.take_snapshot()
+    tracemalloc.stop()
+    grown = sum(stat.size_diff for stat in after.compare_to(before, "filename"))
+    assert grown < 500_000, after.compare_to(before, "lineno")[:8]
+    wait_until(lambda: len(asyncio.all_tasks(server._loop)) < 8)
+    engines.check_idle(runtime)
+    assert post(url, "/generate", {"text": "abc", "sampling_params": {"max_new_tokens": 1}}).status == 200
+
+
+def test_a_slow_reader_slows_nobody_and_holds_no_memory(url, runtime, server):
+    body = {"text": "abc", "sampling_params": {**LONG, "n": 4}, "return_logprob": True, "stream": True}
+    slow = [open_socket(url, "/generate", body, receive_buffer=4096) for _ in range(2)]
+    wait_until(lambda: not runtime.stats()["running"], 60)  # their sequences end though nobody reads
+    assert server._service.admission.live == 0  # and do not count in the queue any more
+    begin = time.monotonic()
+    assert post(url, "/generate", {"text": "abc", "sampling_params": {"max_new_tokens": 20}}).status == 200
+    assert time.monotonic() - begin < 5
+    for sock in slow:
+        response = http.client.HTTPResponse(sock)
+        response.begin()
+        received = response.read()
+        sock.close()
+        assert received.endswith(b"data: [DONE]\n\n")
+        assert received.count(b"data: {") < 1000  # of 1,600 tokens: what was written late was written together
+
+
+def test_a_client_that_takes_nothing_is_given_up(runtime):
+    from minisgl.server_http import EventStream
+
+    async def main():
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+            if len(sent) > 2:
+                await asyncio.Event().wait()
+
+        async def receive():
+            await asyncio.Event().wait()
+
+        async def pieces():
+            while True:
+                yield b"data: x\n\n"
+
+        from contextlib import AsyncExitStack
+
+        held = AsyncExitStack()
+        closed = []
+        held.callback(closed.append, True)
+        await asyncio.wait_for(EventStream(pieces(), held, 0.1, check_every=0.05)({"type": "http"}, receive, send), 10)
+        assert closed and len(sent) == 3
+
+    asyncio.run(main())
+
+
+LOAD = """
+import asyncio, json, sys
+url, count, seconds, tokens = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
+host, port = url.removeprefix("http://").split(":")
+
+async def one(i, body):
+    reader, writer = await asyncio.open_connection(host, int(port))
+    data = json.dumps(body).encode()
+    writer.write(b"POST /v1/completions HTTP/1.1\\r\\nHost: x\\r\\nConnection: close\\r\\n"
+                 b"Content-Type: application/json\\r\\nContent-Length: %d\\r\\n\\r\\n" % len(data) + data)
+    text, usage, done, reason = "", None, False, None
+    assert b" 200 " in await reader.readline()
+    async for line in reader:
+        assert not done or not line.startswith(b"data:"), "after [DONE]"
+        if line.startswith(b"data: [DONE]"):
+            done = True
+        elif line.startswith(b"data: "):
+            chunk = json.loads(line[6:])
+            usage = chunk["usage"]
+            for choice in chunk["choices"]:
+                assert reason is None
+                text += choice["text"]
+                reason = choice["finish_reason"]
+    writer.close()
+    assert done and reason == "length", (done, reason)
+    return text, usage
+
+async def client(i, results, end):
+    loop = asyncio.get_running_loop()
+    while True:
+        body = {"prompt": f"client {i}: ", "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
+                "stream_options": {"include_usage": True}}
+        results.append((i, *await one(i, body)))
+        if loop.time() > end:
+            return
+
+async def main():
+    results = []
+    end = asyncio.get_running_loop().time() + seconds
+    await asyncio.gather(*(client(i, results, end) for i in range(count)))
+    print(json.dumps(results))
+
+asyncio.run(main())
+"""
+
+
+def test_256_streaming_clients_of_another_process(url, runtime, server):
+    """Everybody gets their own text, in order, and the right usage."""
+    server._service.admission.limit, before = 400, server._service.admission.limit
+    try:
+        command = [sys.executable, "-c", LOAD, url, "256", "0", "8"]
+        out = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    finally:
+        server._service.admission.limit = before
+    assert out.returncode == 0, out.stderr[-2000:]
+    results = json.loads(out.stdout)
+    assert sorted(i for i, *_ in results) == list(range(256))
+    params = {**GREEDY, "max_new_tokens": 8}
+    expected = {i: texts(runtime, [f"client {i}: "], params)[0] for i in (0, 7, 99, 255)}
+    for i, text, usage in results:
+        assert text == expected.get(i, text)
+        assert usage["prompt_tokens"] == len(f"client {i}: ") and usage["completion_tokens"] == 8
+        assert usage["total_tokens"] == usage["prompt_tokens"] + 8
+        assert 0 <= usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
+
+
+# ---- managing -----
+
+
+def test_management_routes(url, runtime):
+    assert get(url, "/health").status == 200 and get(url, "/health_generate").status == 200
+    info = get(url, "/get_model_info").json
+    assert info["model_path"] == runtime.name and info["is_generation"] and info["context_length"] == 512
+    assert "messages" in info["chat_template"]["default"] and info["special_tokens"]["bos_token"] == "<|bos|>"
+    info = get(url, "/get_server_info").json
+    assert info["max_running_requests"] == 8 and info["kv_capacity"] == 3000
+    post(url, "/generate", {"text": "abcdefgh", "sampling_params": {"max_new_tokens": 1}})
+    assert runtime.stats()["kv_evictable"] > 0
+    assert post(url, "/flush_cache", None).json["flushed_tokens"] > 0 and runtime.stats()["kv_evictable"] == 0
+    assert get(url, "/flush_cache").json["success"]
+    models = get(url, "/v1/models").json["data"]
+    assert [model["id"] for model in models] == [runtime.name]
+    assert get(url, f"/v1/models/{runtime.name}").json["max_model_len"] == 512
+    assert get(url, "/openapi.json").json["openapi"].startswith("3.1")
+
+
+def test_api_key(runtime):
+    with Server(runtime, port=0, api_key="sécret") as server:
+        for key in (None, "", "Bearer", "Bearer x", "Bearer secret", "Basic sécret", "sécret"):
+            headers = {} if key is None else {"Authorization": key.encode().decode("latin-1")}
+            for method, path in (("GET", "/v1/models"), ("POST", "/generate"), ("GET", "/metrics"), ("GET", "/nothing")):
+                answer = call(server.url, method, path, **headers)
+                assert answer.status == 401 and answer.error["code"] == "invalid_api_key"
+        right = {"Authorization": "Bearer sécret".encode().decode("latin-1")}
+        assert get(server.url, "/v1/models", **right).status == 200
+        assert get(server.url, "/health").status == 200  # a load balancer has no key
+    for wrong in ("", 5):
+        with pytest.raises(ValueError, match="api_key"):
+            Server(runtime, port=0, api_key=wrong)  # type: ignore[arg-type]
+
+
+def test_beyond_loopback_without_a_key_is_a_warning(runtime):
+    with pytest.warns(UserWarning, match="without an API key"), Server(runtime, "0.0.0.0", 0) as server:
+        assert get(server.url, "/health").status == 200
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Server(runtime, "0.0.0.0", 0, api_key="k").close()
+        Server(runtime, "localhost", 0).close()
+
+
+def test_addresses_that_cannot_be_bound(runtime, server):
+    with pytest.raises(OSError, match=f"{server.port}"):
+        Server(runtime, port=server.port)
+    with pytest.raises(ValueError, match="host"):
+        Server(runtime, "no.such.host.invalid", 0)
+    for port in (-1, 1 << 16, "80", True):
+        with pytest.raises(ValueError, match="port"):
+            Server(runtime, port=port)  # type: ignore[arg-type]
+
+
+def test_servers_come_and_go(runtime):
+    before = threading.active_count()
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+
+    async def in_a_running_loop():
+        with Server(runtime, port=0) as one, Server(runtime, port=0, model_names=["m"]) as two:
+            assert one.url != two.url and "m" in repr(two)
+            return await asyncio.to_thread(post, two.url, "/generate", {"text": "a", "sampling_params": {"max_new_tokens": 1}})
+
+    assert asyncio.run(in_a_running_loop()).status == 200
+    server = Server(runtime, port=0)
+    server.close()
+    server.close()
+    assert not server.serving and "closed" in repr(server)
+    wait_until(lambda: threading.active_count() <= before)
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert runtime.generate("abc", {"max_new_tokens": 1})["text"] is not None
+
+
+def test_closing_lets_what_runs_end(runtime):
+    server = Server(runtime, port=0)
+    done = []
+    body = {"text": "abc", "sampling_params": {**GREEDY, "max_new_tokens": 200}}
+    threads = [
+        threading.Thread(target=lambda: done.append(post(server.url, "/generate", body).json)),
+        threading.Thread(target=lambda: done.append(list(events(server.url, "/generate", body))[-1])),
+    ]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: runtime.stats()["running"] == 2)
+    server.close()
+    for thread in threads:
+        thread.join()
+    assert [reply["meta_info"]["completion_tokens"] for reply in done] == [200, 200]
+    with pytest.raises(ConnectionError):
+        get(server.url, "/health")
+
+
+def test_closing_aborts_after_its_time(runtime):
+    server = Server(runtime, port=0)
+    done = []
+    body = {"text": "abc", "sampling_params": {**LONG, "max_new_tokens": 500}}
+    thread = threading.Thread(target=lambda: done.append(post(server.url, "/generate", body).json))
+    thread.start()
+    wait_until(lambda: runtime.stats()["running"])
+    server.close(0.0)
+    thread.join()
+    assert done[0]["meta_info"]["finish_reason"]["type"] == "abort"
+    engines.check_idle(runtime)
+
+
+def test_a_runtime_that_was_shut_down_is_a_503():
+    with engines.make(kv_capacity=300) as runtime, Server(runtime, port=0) as server:
+        runtime.shutdown()
+        for method, path, body in (
+            ("GET", "/health", None), ("GET", "/health_generate", None), ("POST", "/generate", {"text": "a"}),
+            ("POST", "/v1/chat/completions", CHAT), ("GET", "/get_server_info", None), ("POST", "/flush_cache", {}),
+        ):  # fmt: skip
+            answer = call(server.url, method, path, body)
+            assert answer.status == 503 and answer.error["type"] == "server_error"
+        assert b"engine_up" in get(server.url, "/metrics").body
+
+
+# ---- the command -----
+
+
+def command(*more: str) -> subprocess.Popen:
+    options = ["--port", "0", "--device", "cpu", "--dtype", "float32", "--kv-capacity", "2000", *more]
+    folder = str(engines.folder())
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MINISGL_API_KEY": "from the environment"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "minisgl", "serve", "--model", folder, *options],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=Path(__file__).parent.parent,
+    )  # fmt: skip
+
+
+def test_sigterm_drains_and_ends():
+    process = command("--served-model-name", "served", "--schedule-policy", "fcfs", "--disable-radix-cache")
+    try:
+        ready = process.stdout.readline()
+        assert ready.startswith("minisgl: ready on http://127.0.0.1:") and "served" in ready, process.stderr.read()
+        url = ready.split()[3]
+        assert get(url, "/v1/models").status == 401
+        key = {"Authorization": "Bearer from the environment"}
+        info = get(url, "/get_server_info", **key).json
+        assert info["schedule_policy"] == "fcfs" and info["served_model_name"] == "served"
+        done = []
+        body = {"text": "abc", "sampling_params": {**GREEDY, "max_new_tokens": 300}}
+        thread = threading.Thread(target=lambda: done.append(list(events(url, "/generate", body, **key))[-1]))
+        thread.start()
+        wait_until(lambda: get(url, "/get_server_info", **key).json["running"])
+        process.send_signal(signal.SIGTERM)
+        thread.join()
+        assert done[0]["meta_info"]["completion_tokens"] == 300
+        assert process.wait(20) == 0 and process.stderr.read() == ""
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_wrong_options_are_one_line():
+    from minisgl.__main__ import main
+
+    for argv in (["--port", "99999"], ["--mem-fraction", "2"], ["--drain-timeout", "-1"], ["--chat-template", "/no/file"]):
+        assert main(["serve", "--model", str(engines.folder()), "--kv-capacity", "100", *argv]) == 2
