@@ -1,8 +1,8 @@
-"""Benchmarks: `python bench.py --workload fewshot` (see `--help` and minisgl/bench).
+"""Benchmarks: `python bench.py --all --quick`, `python bench.py --workload tot --ablate` (see `--help` and minisgl/bench).
 
-Measures what prefix caching is worth on a real model: the same requests, worked off with the radix cache on
-and off, in one process, one after the other.  The last line of stdout is one JSON object; progress goes to
-stderr.
+Measures what the engine's mechanisms are worth on a real model: the same programs or requests, worked off with
+everything on and with mechanisms off, in one process, one after the other, and on other engines that are installed.
+The last line of stdout is one JSON object; progress goes to stderr.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ _WHERE = {
     "Server": "server",
     "EngineError": "output",
     "SamplingParams": "sampling_params",
+    "Cluster": "cluster",
     "EventLog": "events",
     "RadixTree": "radix",
     "Grammar": "fsm",
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from .choices import greedy_token_selection as greedy_token_selection
     from .choices import token_length_normalized as token_length_normalized
     from .choices import unconditional_likelihood_normalized as unconditional_likelihood_normalized
+    from .cluster import Cluster as Cluster
     from .events import EventLog as EventLog
     from .fsm import Grammar as Grammar
     from .fsm import GrammarError as GrammarError

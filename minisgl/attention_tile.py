@@ -77,7 +77,9 @@ class Tiles:
 
     extend_m x extend_n   (tokens x group) rows by keys per step, with extend_warps and extend_stages (loads in flight)
     decode_n              keys per step of decode, with decode_warps and decode_stages
-    shared_m              (members x group) rows of a shared prefix's tile, beside decode_n keys
+    own_stages            the latter for what sequences read by themselves beside shared prefixes
+    shared_m              (members x group) rows of a shared prefix's tile, beside decode_n keys, with shared_warps,
+                          shared_stages and shared_waves (programs per multiprocessor)
     target_programs       pieces of equal work a decode step is cut into; a few waves over the GPU
     min_split             fewest keys worth a program of their own
     """
@@ -89,7 +91,11 @@ class Tiles:
     decode_n: int = 64
     decode_warps: int = 4
     decode_stages: int = 3
+    own_stages: int = 2
     shared_m: int = 64
+    shared_warps: int = 4
+    shared_stages: int = 3
+    shared_waves: int = 2
     target_programs: int = 2112
     min_split: int = 128
 
@@ -103,8 +109,10 @@ class Tiles:
         """
         tiles = Tiles(target_programs=16 * processors)
         if dtype == torch.float32:  # no tensor cores at full precision: larger tiles spill registers
-            return replace(tiles, extend_m=32, extend_n=16, extend_warps=8, extend_stages=2, decode_n=32, decode_warps=8,
-                           shared_m=32)  # fmt: skip
+            return replace(
+                tiles, extend_m=32, extend_n=16, extend_warps=8, extend_stages=2, decode_n=32, decode_warps=8,
+                shared_m=32, shared_warps=8,
+            )  # fmt: skip
         if head_dim <= 64:
             return replace(tiles, extend_m=128)
         if head_dim > 128:

@@ -71,9 +71,9 @@ class Automaton:
         self.accepting = np.concatenate([self.accepting, np.zeros(size, dtype=bool)])
 
     @contextmanager
-    def working(self) -> Iterator[None]:
+    def working(self, seconds: float | None = None) -> Iterator[None]:
         """Growing the automaton: one thread at a time, on the budget's clock."""
-        with self.lock, self.algebra.budget.operation():
+        with self.lock, self.algebra.budget.operation(seconds):
             yield
 
     def expand(self, state: int) -> None:

@@ -20,6 +20,8 @@ backend that answers at once, so that all of it is the language's own work (2 co
 
 A thread for each program costs about half as much again as a pool; with a pool the number hardly matters, so it is
 chosen by what keeps the backend full.
+
+`map` (in `batch_map`) is for jobs that outlive a process or a bad hour of a hosted model: limits, retries, checkpoint.
 """
 
 from __future__ import annotations
@@ -28,6 +30,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from .batch_map import BatchError as BatchError
+from .batch_map import Row as Row
+from .batch_map import amap as amap
+from .batch_map import map as map
 from .state import ProgramState
 from .statequeue import POLL
 

@@ -27,6 +27,7 @@ import importlib.util
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,8 @@ class Cluster:
             self._end_actors()
             raise
         self.url = self._router.url
+        if api_key is None and host not in LOOPBACK:
+            warnings.warn(f"serving on {host} without an API key: anybody who can reach it may use it", stacklevel=2)
         for actor in self.actors:
             threading.Thread(target=self._supervise, args=(actor,), name="minisgl-cluster", daemon=True).start()
 
@@ -190,16 +193,21 @@ class Cluster:
         return f"Cluster({self.url}, {len(self.actors)} workers)"
 
 
-def serve_until_signal(cluster: Cluster) -> None:
-    """Return at the first SIGINT or SIGTERM."""
+def serve_cluster(workers: int, model: str | None, options: Mapping[str, Any], **keywords: Any) -> int:
+    """`serve --engine ray`: a Cluster until SIGINT or SIGTERM; returns the exit status."""
     stop = threading.Event()
     before = {n: signal.signal(n, lambda *_: stop.set()) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
-        while not stop.wait(1.0):
-            pass
+        with Cluster(workers, model, options, **keywords) as cluster:
+            print(f"minisgl: ready on {cluster.url} ({workers} workers on Ray)", flush=True)
+            while not stop.wait(1.0):
+                pass
+    except ImportError as error:
+        raise ValueError(str(error)) from error
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    return 0
 
 
 def _resources(total: Mapping[str, float], workers: int, cpus: float | None, gpus: float | None) -> dict[str, float]:

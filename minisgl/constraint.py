@@ -8,14 +8,18 @@
 
 With the overlapped loop the mask of step N+1 needs the token of step N.  So for steps with constrained rows the engine
 launches the forward pass of N+1, then commits N, then computes masks while the device works, and only then queues the
-sampling of N+1: the masks hide behind the pass.
+sampling of N+1: the masks hide behind the pass.  `MaskClock` says whether they do.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import torch
 
 from .grammar import Constraint
 from .jump import MIN_JUMP
@@ -82,3 +86,59 @@ def masks(guides: Sequence[Guide | None], vocab_size: int) -> np.ndarray:
         row[: len(words)] = words
         row[len(words) :] = 0
     return packed
+
+
+class MaskClock:
+    """How long masks take, and how long the device stands idle for them.
+
+        clock.launched()      once a step's forward pass is queued
+        with clock: ...       around the making of its masks
+
+    The device's own clock tells: one mark is queued behind the forward pass and one before the sampling, and between
+    them is nothing but waiting for the host.  On a CPU nothing runs beside the masks: making them is waiting.
+
+    steps     sampling steps with masks
+    seconds   that the host spent on masks
+    waited    seconds that the device had nothing to do (in the steps that it has finished)
+    """
+
+    def __init__(self, cuda: bool):
+        self.cuda = cuda
+        self._start: Any = None
+        self.reset()
+
+    def reset(self) -> None:
+        self.steps, self.seconds, self._waited = 0, 0.0, 0.0
+        self._marks: deque[tuple[Any, Any]] = deque()
+
+    def launched(self) -> None:
+        if self.cuda:
+            self._start = self._mark()
+
+    def __enter__(self) -> None:
+        self._begin = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        passed = time.perf_counter() - self._begin
+        self.steps += 1
+        self.seconds += passed
+        if self.cuda:
+            self._marks.append((self._start, self._mark()))
+            self._collect()
+        else:
+            self._waited += passed
+
+    @property
+    def waited(self) -> float:
+        self._collect()
+        return self._waited
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _collect(self) -> None:
+        while self._marks and self._marks[0][1].query():
+            start, end = self._marks.popleft()
+            self._waited += start.elapsed_time(end) / 1e3

@@ -20,8 +20,9 @@
 
 #define _GNU_SOURCE
 #include <immintrin.h>
+#include <limits.h>
+#include <linux/futex.h>
 #include <math.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
@@ -35,7 +36,9 @@ int omp_get_num_threads(void);
 
 typedef uint16_t bf16;
 #define INLINE static inline __attribute__((always_inline))
-enum { ROWS = 32, COLUMNS = 32, MAX_LAYERS = 512, PHASES = 8 }; /* of a block; counters per layer */
+enum { ROWS = 32, COLUMNS = 32 };         /* of a block */
+enum { MAX_LAYERS = 512, PHASES = 8 };    /* that there are counters for */
+enum { SPINS = 500 };
 
 /* ---- what Python passes: the same structures are in ops_amx.py; pointers may be null where the model has none ---- */
 
@@ -80,6 +83,10 @@ INLINE __m512 rounded(__m512 x) { /* to what bfloat16 can hold */
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16));
 }
 
+INLINE void fetch(const bf16 *p, int64_t count) { /* into the caches; asks and does not wait */
+    for (int64_t i = 0; i < count; i += 32) _mm_prefetch((const char *)(p + i), _MM_HINT_T0);
+}
+
 INLINE __m512 exponential(__m512 x) { /* e^x, 2e-7 relative: 2^n times a polynomial for the rest in [-1/2, 1/2] */
     const __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
     const __m512 n = _mm512_roundscale_ps(t, 0), f = _mm512_sub_ps(t, n);
@@ -96,23 +103,27 @@ INLINE __m512 exponential(__m512 x) { /* e^x, 2e-7 relative: 2^n times a polynom
 /* ---- threads ---- */
 
 struct team {
-    atomic_long arrived, turn;
-    atomic_long taken[MAX_LAYERS][PHASES];
+    atomic_int turn, arrived, asleep;
+    atomic_long taken[MAX_LAYERS][PHASES] __attribute__((aligned(64)));
 };
 
-/* All threads wait for each other.  They spin, which takes a microsecond less than sleeping, but not for long: another
-   process may have the core that the last one needs. */
+/* All threads wait for each other.  They spin for some 20 us, longer than a phase's ends are usually apart; after that
+   the one that is missing probably lacks a core, so they sleep and leave it theirs. */
 static void meet(struct team *team, int threads) {
-    const long turn = atomic_load(&team->turn);
+    const int turn = atomic_load(&team->turn);
     if (atomic_fetch_add(&team->arrived, 1) == threads - 1) {
         atomic_store(&team->arrived, 0);
         atomic_store(&team->turn, turn + 1);
+        if (atomic_load(&team->asleep)) syscall(SYS_futex, &team->turn, FUTEX_WAKE_PRIVATE, INT_MAX, 0, 0, 0);
         return;
     }
-    for (int spins = 0; atomic_load(&team->turn) == turn;) {
-        if (++spins < 4000) _mm_pause();
-        else sched_yield();
+    for (int spins = 0; spins < SPINS; spins++) {
+        if (atomic_load(&team->turn) != turn) return;
+        _mm_pause();
     }
+    atomic_fetch_add(&team->asleep, 1);
+    while (atomic_load(&team->turn) == turn) syscall(SYS_futex, &team->turn, FUTEX_WAIT_PRIVATE, turn, 0, 0, 0);
+    atomic_fetch_sub(&team->asleep, 1);
 }
 
 /* i = 0 .. total - 1 shared out: one each to begin with, then whoever is free takes the next */
@@ -149,7 +160,7 @@ INLINE void product(const bf16 *x, int two, int64_t k, const bf16 *w, float sums
     const bf16 *lower = x + 16 * k;
     _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
     for (int64_t i = 0; i < k; i += 32, w += 32 * COLUMNS) {
-        for (int line = 0; line < 32; line++) _mm_prefetch((const char *)(w + 4 * 32 * COLUMNS + line * 32), _MM_HINT_T0);
+        fetch(w + 4 * 32 * COLUMNS, 32 * COLUMNS);
         _tile_loadd(4, w, 128); _tile_loadd(5, w + 32, 128);
         _tile_loadd(6, x + i, k * 2);
         _tile_dpbf16ps(0, 6, 4); _tile_dpbf16ps(1, 6, 5);
@@ -169,7 +180,8 @@ INLINE __m512 plus_bias(const float *sums, const bf16 *bias, int64_t column) {
 
 /* Columns column .. column + 31 of out (n, width) = x w^T + bias, or of out += that. */
 static void linear(
-    const bf16 *x, int64_t n, int64_t k, const bf16 *w, const bf16 *bias, int add, bf16 *out, int64_t width, int64_t column
+    const bf16 *x, int64_t n, int64_t k, const bf16 *w, const bf16 *bias, int add, bf16 *out, int64_t width,
+    int64_t column
 ) {
     float sums[ROWS][COLUMNS] __attribute__((aligned(64)));
     for (int64_t first = 0; first < n; first += ROWS) {
@@ -243,8 +255,7 @@ INLINE void attend(
     }
     for (int64_t j = first; j < length; j++) {
         const bf16 *key = keys + slots[j] * stride;
-        if (j + 8 < length)
-            for (int i = 0; i < dim / 32; i++) _mm_prefetch((const char *)(keys + slots[j + 8] * stride + 32 * i), _MM_HINT_T0);
+        if (j + 8 < length) fetch(keys + slots[j + 8] * stride, dim);
         for (int h = 0; h < count; h++) {
             __m512 sum = _mm512_setzero_ps();
             for (int i = 0; i < dim / 32; i++)
@@ -259,7 +270,7 @@ INLINE void attend(
     for (int h = 0; h < count; h++) {
         float *p = scores + h * scores_width;
         __m512 sum = _mm512_setzero_ps();
-        for (int64_t j = seen; j % 16; j++) p[j] = -INFINITY; /* up to a multiple of 16 */
+        for (int64_t j = seen; j % 16; j++) p[j] = -1e30f; /* up to a multiple of 16: e^x is 0 */
         for (int64_t j = 0; j < seen; j += 16) {
             const __m512 e = exponential(_mm512_sub_ps(_mm512_loadu_ps(p + j), _mm512_set1_ps(largest[h])));
             _mm512_storeu_ps(p + j, e);
@@ -272,9 +283,7 @@ INLINE void attend(
         for (int i = 0; i < dim / 16; i++) mix[h][i] = _mm512_setzero_ps();
     for (int64_t j = 0; j < seen; j++) {
         const bf16 *value = values + slots[first + j] * stride;
-        if (j + 8 < seen)
-            for (int i = 0; i < dim / 32; i++)
-                _mm_prefetch((const char *)(values + slots[first + j + 8] * stride + 32 * i), _MM_HINT_T0);
+        if (j + 8 < seen) fetch(values + slots[first + j + 8] * stride, dim);
         for (int i = 0; i < dim / 16; i++) {
             const __m512 v = load(value + 16 * i);
             for (int h = 0; h < count; h++)
@@ -412,11 +421,14 @@ static void step_on_thread(void *argument) {
     restore_tiles(&before);
 }
 
-/* 0, or -1 if an id is not in the vocabulary (nothing is computed then). */
+/* 0; or, with nothing computed, -1 if an id is not in the vocabulary, -2 if a length or position is out of bounds. */
 int decode_step(const struct model *m, const struct step *s) {
     struct job job = {m, s};
-    for (int64_t b = 0; b < s->n; b++)
+    for (int64_t b = 0; b < s->n; b++) {
         if (s->ids[b] < 0 || s->ids[b] >= m->vocabulary) return -1;
+        if (s->lengths[b] < 1 || s->lengths[b] > s->longest) return -2;
+        if (s->positions[b] < 0 || s->positions[b] >= s->longest) return -2;
+    }
     memset(s->work, 0, sizeof(struct team));
     GOMP_parallel(step_on_thread, &job, s->threads, 0);
     return 0;
@@ -427,7 +439,7 @@ int decode_step(const struct model *m, const struct step *s) {
 struct projection {
     const bf16 *x, *w;
     int64_t n, k, columns;
-    bf16 *out;
+    float *out;
     atomic_long taken;
 };
 
@@ -436,13 +448,19 @@ static void project_on_thread(void *argument) {
     const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
     struct tiles before;
     use_tiles(&before);
+    float sums[ROWS][COLUMNS] __attribute__((aligned(64)));
     SHARE(c, p->columns / COLUMNS, p->taken)
-        linear(p->x, p->n, p->k, p->w, 0, 0, p->out, p->columns, c * COLUMNS);
+        for (int64_t first = 0; first < p->n; first += ROWS) {
+            const int64_t count = p->n - first < ROWS ? p->n - first : ROWS;
+            product(p->x + first * p->k, count > 16, p->k, p->w + c * COLUMNS * p->k, sums);
+            for (int64_t m = 0; m < count; m++)
+                memcpy(p->out + (first + m) * p->columns + c * COLUMNS, sums[m], sizeof sums[m]);
+        }
     restore_tiles(&before);
 }
 
-/* out (n, columns) = x (n, k) w^T.  x has rows of anything up to a multiple of 16. */
-void project(const bf16 *x, int64_t n, int64_t k, const bf16 *w, int64_t columns, bf16 *out, int64_t threads) {
+/* out (n, columns) float32 = x (n, k) w^T.  x has rows of anything up to a multiple of 16. */
+void project(const bf16 *x, int64_t n, int64_t k, const bf16 *w, int64_t columns, float *out, int64_t threads) {
     struct projection p = {.x = x, .w = w, .n = n, .k = k, .columns = columns, .out = out};
     GOMP_parallel(project_on_thread, &p, threads, 0);
 }

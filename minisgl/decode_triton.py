@@ -115,8 +115,9 @@ def _decode_kernel(
         positions of a sequence   |- shared -|--split 0--|--split 1--|--split 2--|   (max_splits - 3 programs exit)
         one program                 [N][N][N]   BLOCK_N keys and values at a time, for GROUP query heads at once
 
-    A sequence in one piece is finished here; otherwise acc / l and its log2-sum-exp go to the workspace for
-    `_combine_kernel`. The KV heads of a split are neighbours in the grid, as they are in a row of the pool.
+    A sequence in one piece is finished here, merged with its shared pieces, if it has any; otherwise acc / l and its
+    log2-sum-exp go to the workspace for `_combine_kernel`. The KV heads of a split are neighbours in the grid, as
+    they are in a row of the pool.
 
     Must move: K and V once, 2 * sum(own keys) * Hkv * D elements; q and out, 2 * B * Hq * D; and per split 4
     * Hq * D bytes, written and read again: in 16 bit a fraction 2 * GROUP / keys per split of the split's K
@@ -144,17 +145,26 @@ def _decode_kernel(
         table_ptr + tl.load(rows_ptr + seq).to(tl.int64) * stride_table, start, end, stride_slot, cols,
         dot_scale, log2_scale, D, BLOCK_M, BLOCK_N, BLOCK_D, SOFTCAP,
     )  # fmt: skip
+    # workspace: partial (decodes, room, Hq, D) and lse (decodes, room, Hq); a sequence's shared pieces come first
+    heads = tl.num_programs(0) * GROUP
     shared = 0
     if SHARED:
         shared = tl.load(pieces_ptr + seq)
-    if splits + shared == 1:
+    if splits == 1:
+        for piece in range(shared):
+            at = (seq64 * room + piece) * heads + head
+            other_lse = tl.load(lse_ptr + at, mask=row < GROUP, other=0.0)
+            other = tl.load(partial_ptr + at[:, None] * D + cols[None, :], mask=mask, other=0.0)
+            peak = tl.maximum(lse, other_lse)
+            both = peak + tl.log2(tl.exp2(lse - peak) + tl.exp2(other_lse - peak))
+            out = out * tl.exp2(lse - both)[:, None] + other * tl.exp2(other_lse - both)[:, None]
+            lse = both
         dest = out_ptr + seq64 * stride_out + (head * D)[:, None] + cols[None, :]
         tl.store(dest, out.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        # workspace: partial (decodes, room, Hq, D) and lse (decodes, room, Hq)
-        piece = (seq64 * room + shared + split) * (tl.num_programs(0) * GROUP) + head
-        tl.store(partial_ptr + piece[:, None] * D + cols[None, :], out, mask=mask)
-        tl.store(lse_ptr + piece, lse, mask=row < GROUP)
+        at = (seq64 * room + shared + split) * heads + head
+        tl.store(partial_ptr + at[:, None] * D + cols[None, :], out, mask=mask)
+        tl.store(lse_ptr + at, lse, mask=row < GROUP)
 
 
 @triton.jit(do_not_specialize=["stride_table", "room"])
@@ -210,16 +220,17 @@ def _combine_kernel(
         grid (Hq / HEADS, decodes)        lse (pieces,) -> weights;   partial (pieces, D), BLOCK_S rows at a time ->
         out (D,)
 
-    Moves 4 * (D + 2) bytes per piece and head in, D elements out; nothing for sequences in one piece.
+    Moves 4 * (D + 2) bytes per piece and head in, D elements out; nothing for sequences whose own
+    keys are in one piece.
     """
     seq = tl.program_id(1)
     seq_len = tl.load(seq_lens_ptr + seq)
     lo = _first_own(seq, seq_len, window, own_start_ptr, WINDOW, SHARED)
     pieces, _ = _splits_of(seq_len - lo, tl.load(split_len_ptr), BLOCK_N)
-    if SHARED:
-        pieces += tl.load(pieces_ptr + seq)
     if pieces == 1:
         return
+    if SHARED:
+        pieces += tl.load(pieces_ptr + seq)
     every = tl.arange(0, MAX_SPLITS)
     cols = tl.arange(0, BLOCK_D)
     for head in range(tl.program_id(0) * HEADS, tl.program_id(0) * HEADS + HEADS):
@@ -287,8 +298,8 @@ class Decode:
 
     @property
     def shared_programs(self) -> int:
-        """Programs per KV head that work on shared items: two on each multiprocessor over all heads."""
-        return max(1, 2 * self.processors // self.num_kv_heads)
+        """Programs per KV head that work on shared items: `shared_waves` on each multiprocessor over all heads."""
+        return max(1, self.tiles.shared_waves * self.processors // self.num_kv_heads)
 
     def begin(self, batch: ForwardBatch) -> None:
         """Plan the splits of a batch with decodes."""
@@ -310,20 +321,23 @@ class Decode:
         batch, tiles, shared = self._batch, self.tiles, self._batch.shared
         q, keys, values, out = tensors
         window, dot_scale, log2_scale = scalars
-        common = dict(BLOCK_N=tiles.decode_n, num_warps=tiles.decode_warps, num_stages=tiles.decode_stages)
+        # beside a shared prefix a sequence's own part is short: many small programs instead of long pipelines
+        stages = tiles.decode_stages if shared is None else tiles.own_stages
         if shared is not None:
             stride_q, stride_qh, _, *rest = strides
             _shared_kernel[(self.num_kv_heads, self.shared_programs)](
                 q, keys, values, self._partial, self._lse, batch.table, batch.rows, shared.items, shared.members,
                 shared.count, stride_q, stride_qh, *rest, self._room, dot_scale, log2_scale,
-                BLOCK_M=self.shared_m, **{k: v for k, v in variant.items() if k != "WINDOW"}, **common,
+                BLOCK_M=self.shared_m, **{k: v for k, v in variant.items() if k != "WINDOW"},
+                BLOCK_N=tiles.decode_n, num_warps=tiles.shared_warps, num_stages=tiles.shared_stages,
             )  # fmt: skip
         _decode_kernel[(self.num_kv_heads, self._splits, batch.num_decodes)](
             *tensors, self._partial, self._lse, batch.table, batch.rows, batch.seq_lens, self._split_len,
             self._own_start, self._pieces, *strides, self._room, *scalars, **variant, SHARED=shared is not None,
-            BLOCK_M=max(16, triton.next_power_of_2(self.group)), **common,
+            BLOCK_M=max(16, triton.next_power_of_2(self.group)), BLOCK_N=tiles.decode_n,
+            num_warps=tiles.decode_warps, num_stages=stages,
         )  # fmt: skip
-        if self._room > 1:
+        if self._splits > 1:
             # large batches mostly have nothing to merge: fewer programs to find that out
             heads = self.group if batch.num_decodes >= 32 else 1
             _combine_kernel[(self.num_heads // heads, batch.num_decodes)](

@@ -12,7 +12,9 @@ device runs N+1:
     host    |sched N+1|commit N-1..|sched N+2| commit N ..|
     device  |    step N    |    step N+1     |   step N+2
 
-The price: a request that ends by a stop token is computed for one more step, whose token is dropped.
+The price: a request that ends by a stop token is computed for one more step, whose token is dropped.  So is a request
+for which a grammar then forces tokens; where at least half of a step's requests may jump forward, the next step is
+therefore formed after its commit, and only the masks are made while the device works.
 
 Everything that touches scheduler, tree or pool happens on this thread; other threads speak to it through one inbox.
 An error in a step ends the requests of the engine with that error, empties the cache (what the step wrote cannot be
@@ -62,6 +64,7 @@ class Engine:
 
     def __init__(self, scheduler: Scheduler, runner: Runner, *, overlap: bool):
         self.scheduler, self.runner, self.overlap = scheduler, runner, overlap
+        self.jump_at_start = runner.cuda
         self.counters = Counters()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._live: dict[str, Request] = {}
@@ -165,15 +168,19 @@ class Engine:
         lagging: Step | None = None
         while self._receive(wait=lagging is None):
             begin = time.perf_counter()
+            if lagging is not None and lagging.jumps:
+                self._commit(lagging)
+                lagging = None
+            formed = time.perf_counter()
             batch = self.scheduler.next_batch()
-            self.counters.host_time += time.perf_counter() - begin
+            self.counters.host_time += time.perf_counter() - formed
             step = None
             if batch is not None:
                 launched = time.perf_counter()
                 step = self.runner.launch(batch)
                 if step.guides is None:
                     self.runner.sample(step)
-                self._note("launch", formed=begin, began=launched, queued=self.runner.cuda)
+                self._note("launch", formed=formed, began=launched, queued=self.runner.cuda)
             elif lagging is None:
                 self._expect_idle()
             if lagging is not None:
@@ -306,9 +313,12 @@ class Engine:
                 self._fail(request, error)
 
     def _jump_at_start(self, request: Request) -> None:
-        """A grammar may force the output's first tokens: they join the prompt's computation."""
+        """A grammar may force the output's first tokens: they join the prompt's computation.
+
+        Not on a CPU, where output is computed as decodes are, bit for bit (`Runner._forward_batch`), unlike prompts.
+        """
         guide = request.guide
-        if guide is None:
+        if guide is None or not self.jump_at_start:
             return
         room = request.max_len - request.prompt_len - 1  # at least one token is left to sample
         tokens = guide.forced()[: max(room, 0)]

@@ -44,22 +44,25 @@ class UnsupportedGrammar(GrammarError):
 class Budget:
     """How much work one grammar may cause; shared by everything that is made for it.
 
-    nodes: expressions kept in memory (about 0.5 KB each). seconds: the longest single operation (compiling, one
-    mask), because an operation that outlasts it blocks its request for good.
+    nodes: expressions kept in memory (about 0.5 KB each). seconds: the longest single operation (compiling),
+    because one that outlasts it blocks its request for good. mask_seconds: the longest that a mask may take once
+    requests run, because all of them wait for it.
     """
 
-    def __init__(self, nodes: int = 400_000, seconds: float = 8.0):
-        self.nodes, self.seconds = nodes, seconds
+    def __init__(self, nodes: int = 400_000, seconds: float = 8.0, mask_seconds: float = 2.0):
+        self.nodes, self.seconds, self.mask_seconds = nodes, seconds, mask_seconds
         self.made = 0
         self._running = 0
+        self._given = seconds
         self._deadline = time.monotonic() + seconds
 
     @contextmanager
-    def operation(self) -> Iterator[None]:
-        """One piece of work with a clock of its own; what runs inside of it shares that clock. A recursion that
-        exhausts Python's stack is an error of the grammar like others."""
+    def operation(self, seconds: float | None = None) -> Iterator[None]:
+        """One piece of work with a clock of its own, of `seconds` or the budget's; what runs inside of it shares that
+        clock. A recursion that exhausts Python's stack is an error of the grammar like others."""
         if not self._running:
-            self._deadline = time.monotonic() + self.seconds
+            self._given = self.seconds if seconds is None else min(seconds, self.seconds)
+            self._deadline = time.monotonic() + self._given
         self._running += 1
         try:
             yield
@@ -78,7 +81,7 @@ class Budget:
 
     def check_time(self) -> None:
         if time.monotonic() > self._deadline:
-            raise UnsupportedGrammar(f"the grammar takes longer than {self.seconds:g} s to work out")
+            raise UnsupportedGrammar(f"the grammar takes longer than {self._given:g} s to work out")
 
 
 class Node:

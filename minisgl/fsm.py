@@ -141,6 +141,8 @@ class TokenGrammar:
         self._forced: dict[int, list[int]] = {}
         if not self._masks.lives(START):
             raise GrammarError("no sequence of this tokenizer's tokens spells a text of the grammar")
+        with self.automaton.working():  # the first mask is part of compiling: nobody else waits for it
+            self._masks.mask(START)
 
     def __repr__(self) -> str:
         return f"TokenGrammar({self.grammar!r}, vocab_size={self.vocab_size})"

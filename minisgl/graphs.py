@@ -1,16 +1,27 @@
 """Decode steps as CUDA graphs: a few hundred kernel launches, recorded once per batch size, replayed with one call.
 
-A replay reads its inputs at fixed addresses.  All that a decode step needs of the host is four numbers per sequence
+A replay reads its inputs at fixed addresses.  All that a decode step needs of the host is five numbers per token
 (`DecodeGraph.inputs`); what the requests want of the sampler lies on the device by table row and changes only with the
 batch's composition (`RowSampling`), and so does the plan of shared prefixes (`sharing`).  The recorded step ends with
 the draw, which writes each row's token where the next replay reads it: between two steps of one batch the host has
 next to nothing to do.
 
 A batch smaller than the recorded size is padded with the dummy row, which reads and writes the dummy slot.
+
+A few tokens of one sequence (jump-forward's, or a prompt's short rest) fit into the same recording, as a decode each:
+
+    request a   decodes token 9                  entries   row    a   b   b   b   dummy
+    request b   computes forced tokens 4 5 6               pos    9   4   5   6     0
+                                                           draws  a   -   -   b     -
+
+In every layer all K and V are written before any are read, so token 6 sees 4 and 5 although they are in the same step.
+Each reads the sequence's keys for itself, which costs little where they are few (`Runner._entries` decides), and saves
+what is slow about a step that is not recorded: launching it.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +33,24 @@ from .pool import DUMMY_ROW, DUMMY_SLOT
 if TYPE_CHECKING:
     from .runner import Runner
     from .sampling_batch import SamplingBatch
-    from .scheduler import Batch
+
+
+@dataclass
+class Entries:
+    """The tokens of a step, each as a decode.  (T,) int64.
+
+    rows, positions, slots: of the token.  ids: the token, -1 if it is on the device.  draws: the row whose next token
+    is drawn from this one's logits, DUMMY_ROW if none is.
+    """
+
+    rows: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    ids: np.ndarray
+    draws: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
 
 class RowSampling:
@@ -41,19 +69,17 @@ class RowSampling:
 
 
 class DecodeGraph:
-    """The recorded decode step, sampling included, for up to `size` sequences.
+    """The recorded decode step, sampling included, for up to `size` tokens.
 
-    inputs  (4, size) int64 at a fixed address: rows, positions, out slots, and the token if the host supplies it, else
-            -1.  Unused columns hold the dummy row at position 0.
+    inputs  (5, size) int64 at a fixed address: the fields of `Entries`; unused columns are the dummy row's position 0
     logits  (size, vocab), and tokens (size,) int64: results, valid until the next replay of any graph
     """
 
     def __init__(self, runner: Runner, size: int, shared: SharedPrefixes | None, pool):
         self.runner, self.size, self.shared = runner, size, shared
         device = runner.device
-        self.inputs = torch.zeros((4, size), dtype=torch.int64, device=device)
-        self.inputs[0].fill_(DUMMY_ROW)
-        self.inputs[2].fill_(DUMMY_SLOT)
+        self.inputs = torch.zeros((5, size), dtype=torch.int64, device=device)
+        assert DUMMY_ROW == DUMMY_SLOT == 0
         self.q_start = torch.arange(size + 1, dtype=torch.int32, device=device)
         self.every_row = torch.arange(size, dtype=torch.int64, device=device)
         stream = torch.cuda.Stream()
@@ -69,7 +95,7 @@ class DecodeGraph:
         from .sampler_triton import draw
 
         runner = self.runner
-        rows, positions, slots, host_ids = self.inputs
+        rows, positions, slots, host_ids, draws = self.inputs
         runner.device_table[rows, positions] = slots.int()
         batch = ForwardBatch(
             input_ids=torch.where(host_ids < 0, runner.last_token[rows], host_ids),
@@ -89,17 +115,17 @@ class DecodeGraph:
         logits = runner.model.logits(runner.model.forward(batch, runner.attention))
         wants = runner.row_sampling
         tokens = draw(logits, wants.inverse_temperature[rows], wants.greedy[rows], wants.seed[rows], positions + 1)
-        runner.last_token[rows] = tokens
+        runner.last_token[draws] = tokens
         return logits, tokens
 
-    def replay(self, batch: Batch) -> None:
-        """Queue the step of this batch, of at most `size` decodes."""
-        n, runner = len(batch), self.runner
-        inputs = torch.zeros((4, self.size), dtype=torch.int64, pin_memory=True)
-        host = inputs.numpy()
-        host[0, :n], host[1, :n] = batch.rows, batch.starts
-        host[2, :n] = runner.table.slots[batch.rows, batch.starts]
-        host[3, :n] = np.where(batch.from_device, -1, runner.rows.ids[batch.rows, batch.starts])
+    def replay(self, entries: Entries) -> None:
+        """Queue a step of at most `size` tokens."""
+        inputs = torch.zeros((5, self.size), dtype=torch.int64, pin_memory=True)
+        host, n = inputs.numpy(), len(entries)
+        for column, values in enumerate(
+            (entries.rows, entries.positions, entries.slots, entries.ids, entries.draws)
+        ):
+            host[column, :n] = values
         self.inputs.copy_(inputs, non_blocking=True)
         self.graph.replay()
 
@@ -120,7 +146,7 @@ class DecodeGraphs:
             pool = graph.graph.pool()
             into[size] = graph
 
-    def find(self, decodes: int, shared: bool) -> DecodeGraph | None:
-        """The smallest recorded step that holds so many decodes."""
+    def find(self, tokens: int, shared: bool) -> DecodeGraph | None:
+        """The smallest recorded step that holds so many tokens."""
         graphs = self._shared if shared else self._plain
-        return graphs.get(min((size for size in graphs if size >= decodes), default=0))
+        return graphs.get(min((size for size in graphs if size >= tokens), default=0))

@@ -106,7 +106,7 @@ class Llama:
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(L, N) rows of `forward`'s result -> (L, vocab) in the model's dtype; the sampler makes float32 of them."""
+        """(L, N) rows of `forward`'s result -> (L, vocab) in the model's dtype or float32, which the sampler needs."""
         return self.ops.logits(hidden, self.lm_head)
 
     def use(self, ops: Ops) -> None:

@@ -85,7 +85,7 @@ class Ops:
         return None
 
     def logits(self, hidden: torch.Tensor, weight: Any) -> torch.Tensor:
-        """hidden (T, N) @ lm_head.T -> (T, vocab)."""
+        """hidden (T, N) @ lm_head.T -> (T, vocab), in their dtype or float32."""
         return self.linear(hidden, weight)
 
     def pack(self, weight: torch.Tensor) -> Any:

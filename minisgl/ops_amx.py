@@ -1,9 +1,9 @@
 """Decode steps in one call, on CPUs with AMX: `decode_amx.c`, compiled on first use.
 
-A decode step reads every weight once and computes little with it, so the memory's speed bounds it: 270 MB for the default
-model, 12 ms at the 22 GB/s of a small machine.  In torch it takes three times as long, most of it between the products.
-The C file does the step whole; this module finds a compiler, keeps what it made in the cache (`load`), and hands over
-pointers (`AmxOps`):
+A decode step reads every weight once and computes little with it, so the memory's speed bounds it: 270 MB for the
+default model, 12 ms at the 22 GB/s of a small machine.  In torch it takes three times as long, most of it between the
+products.  The C file does the step whole; this module finds a compiler, keeps what it made in the cache (`load`), and
+hands over pointers (`AmxOps`):
 
     Llama.forward --> AmxOps.decode   all sequences decode, attention is the paged one   -> decode_amx.c
                           |
@@ -12,8 +12,8 @@ pointers (`AmxOps`):
 Both read the same packed weights and the same pool, and either may compute any step.  Results differ by rounding: the C
 step keeps in float32 what torch's separate operations round to bfloat16 in between.
 
-Needs Linux on x86-64, a C compiler (CC, or cc, gcc, clang on the path; only the first time) and bfloat16; where any of it
-is missing, `load` says what and the model runs in torch alone.  attention_backend="torch" asks for that.
+Needs Linux on x86-64, a C compiler (CC, or cc, gcc, clang on the path; only the first time) and bfloat16; where any of
+it is missing, `load` says what and the model runs in torch alone.  attention_backend="torch" asks for that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from ctypes import c_double, c_int, c_int64, c_uint, c_void_p
+from ctypes import c_double, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from .model_llama import Llama
 
 SOURCE = Path(__file__).with_name("decode_amx.c")
-FLAGS = "-O3 -std=gnu11 -shared -fPIC -mfma -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mamx-tile -mamx-bf16"
-CPU_FLAGS = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "amx_tile", "amx_bf16"}
+FLAGS = "-O3 -std=gnu11 -shared -fPIC -mfma -mavx512f -mavx512bw -mavx512vl -mavx512bf16 -mamx-tile -mamx-bf16"
+CPU_FLAGS = {"fma", "avx512f", "avx512bw", "avx512vl", "avx512_bf16", "amx_tile", "amx_bf16"}
 HEAD_DIMS = (32, 64, 96, 128)
 BLOCK = 32  # inputs and outputs of a packed weight's block; `COLUMNS` in the C file
 MAX_LAYERS = 512
@@ -73,7 +73,7 @@ def load(cpuinfo: Path = Path("/proc/cpuinfo")) -> ctypes.CDLL:
     library.work_bytes.restype = c_int64
     library.work_bytes.argtypes = [c_void_p, c_int64, c_int64, c_int64]
     library.decode_step.argtypes = [c_void_p, c_void_p]
-    library.project.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_uint]
+    library.project.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64]
     library.project.restype = None
     library.allowed.restype = library.decode_step.restype = c_int
     if not library.allowed():
@@ -205,8 +205,11 @@ class AmxOps(PackedOps):
             n, ids, positions, slots, lengths, rows, table, batch.table.stride(0), longest,
             _pointer(rope, torch.float32), _pointer(kv), kv.shape[2], _pointer(out), self._work.data_ptr(), threads,
         )  # fmt: skip
-        if self._library.decode_step(described, ctypes.addressof(step)):
+        status = self._library.decode_step(described, ctypes.addressof(step))
+        if status == -1:
             raise IndexError(f"a token id is not in the vocabulary: {batch.input_ids.tolist()}")
+        if status:
+            raise IndexError(f"a length or position is not within max_seq_len={longest}: {batch.seq_lens.tolist()}")
         return out
 
     def _describe(self, model: Llama) -> tuple[Any, ...]:
@@ -225,8 +228,8 @@ class AmxOps(PackedOps):
                 layer.input_norm, layer.qkv, layer.o, layer.post_norm, gate, up, layer.down,
                 layer.qkv_bias, layer.o_bias, gate_bias, up_bias, layer.down_bias, layer.qk_norm,
             )  # fmt: skip
-            for (name, _), tensor in zip(_Layer._fields_, tensors):
-                setattr(target, name, _pointer(tensor))
+            for field, tensor in zip(_Layer._fields_, tensors):
+                setattr(target, field[0], _pointer(tensor))
             target.window = layer.window
         described = _Model(
             c.num_layers, c.vocab_size, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size,
@@ -239,8 +242,7 @@ class AmxOps(PackedOps):
             return self.linear(hidden, weight)
         n, k = hidden.shape
         x = F.pad(hidden, (0, 0, 0, -n % 16)).contiguous()
-        out = torch.empty((n, weight.shape[0]), dtype=torch.bfloat16)
-        self._library.project(
-            _pointer(x), n, k, _pointer(weight), weight.shape[0], _pointer(out), torch.get_num_threads()
-        )
+        out = torch.empty((n, weight.shape[0]))
+        to = _pointer(out, torch.float32)
+        self._library.project(_pointer(x), n, k, _pointer(weight), weight.shape[0], to, torch.get_num_threads())
         return out

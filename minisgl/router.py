@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import time
 from collections.abc import AsyncIterator
@@ -33,6 +32,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
+from starlette.types import ASGIApp
 from yarl import URL
 
 from .router_exchange import (
@@ -54,9 +54,11 @@ from .router_exchange import (
 from .router_key import Routing, routing
 from .router_metrics import RouterMetrics
 from .router_policy import Policy
-from .router_workers import Worker, Workers
+from .router_workers import Worker, Workers, normal_url
+from .server_http import KeyGuard
 
 IDLE_CONNECTION = 3.0  # seconds an idle connection to a worker is kept: less than the 5 after which uvicorn closes it
+SMALL_BODY = 256 << 10  # bytes; what is larger is parsed on another thread, for it takes milliseconds
 TRIM_NODES = 200  # tree nodes per slice of upkeep: well under a millisecond, in which nothing else runs
 
 
@@ -64,8 +66,8 @@ TRIM_NODES = 200  # tree nodes per slice of upkeep: well under a millisecond, in
 class RouterOptions:
     """policy           which worker gets a request (router_policy)
     workers           URLs to begin with
-    api_key           that the workers want: sent with probes, and asked of whoever changes the list of workers
-    open_admin        without a key: may anybody change the list of workers?  (only sensible on loopback)
+    api_key           of the workers: sent with probes, and asked of everybody who asks the router
+    open_admin        without a key: may anybody change the list of workers, and so read all prompts?  (On loopback)
     retries           how many more workers a request is tried on
     max_body          bytes of a request
     eviction_interval, health_interval, health_timeout, connect_timeout   seconds
@@ -88,6 +90,7 @@ class RouterOptions:
                 raise ValueError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
         if self.retries < 0 or self.max_body < 1:
             raise ValueError("retries must be at least 0 and max_body at least 1")
+        self.workers = [normal_url(url) for url in self.workers]
 
 
 class Router:
@@ -99,7 +102,7 @@ class Router:
     def __init__(self, options: RouterOptions):
         self.options, self.policy = options, options.policy
         self.metrics = RouterMetrics()
-        self.app = Starlette(
+        app = Starlette(
             routes=[
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
@@ -113,6 +116,7 @@ class Router:
             ],
             lifespan=self._lifespan,
         )
+        self.app: ASGIApp = app if options.api_key is None else KeyGuard(app, options.api_key)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -136,9 +140,9 @@ class Router:
         )
         upkeep = asyncio.create_task(self._upkeep())
         try:
-            first = [self.workers.add(url).probed.wait() for url in o.workers]
-            if first:  # those that answer are there before the first request is
-                await asyncio.wait([asyncio.ensure_future(wait) for wait in first], timeout=o.health_timeout)
+            first = [self.workers.add(url) for url in o.workers]
+            with contextlib.suppress(asyncio.TimeoutError):  # those that answer are there before the first request is
+                await asyncio.wait_for(asyncio.gather(*(worker.probed.wait() for worker in first)), o.health_timeout)
             yield
         finally:
             upkeep.cancel()
@@ -165,15 +169,23 @@ class Router:
             return
         try:
             body = await read_body(receive, self.options.max_body)
+            message = Message(scope, body or b"")
         except ConnectionError:
+            return
+        except ValueError as error:
+            await error_answer(400, str(error))(scope, receive, send)
             return
         if body is None:
             await error_answer(413, f"the request is larger than {self.options.max_body} bytes")(scope, receive, send)
             return
+        if len(body) < SMALL_BODY:
+            route = routing(scope["path"], body)
+        else:
+            route = await asyncio.to_thread(routing, scope["path"], body)
         answer = Answer(send)
         gone = asyncio.ensure_future(disconnected(receive))
         try:
-            refusal = await self._deliver(Message(scope, body), routing(scope["path"], body), answer, gone)
+            refusal = await self._deliver(message, route, answer, gone)
             if refusal is not None and not gone.done():
                 await refusal(scope, receive, send)
         finally:
@@ -280,7 +292,7 @@ class Router:
         )  # fmt: skip
 
     async def _add(self, request: Request) -> Response:
-        if (refused := self._refused(request)) is not None:
+        if (refused := self._closed()) is not None:
             return refused
         try:
             worker = self.workers.add(await _url_of(request))
@@ -291,7 +303,7 @@ class Router:
         return JSONResponse({"url": worker.url, "healthy": worker.healthy})
 
     async def _remove(self, request: Request) -> Response:
-        if (refused := self._refused(request)) is not None:
+        if (refused := self._closed()) is not None:
             return refused
         try:
             url = await _url_of(request)
@@ -332,8 +344,6 @@ class Router:
 
     async def _server_info(self, request: Request) -> Response:
         """Every worker's own, and in `max_running_requests` what they run at once together."""
-        if (refused := self._refused(request)) is not None:
-            return refused
         healthy = self.workers.healthy()
         infos = await asyncio.gather(*(self._info(worker) for worker in healthy.values()))
         running = [info.get("max_running_requests") for info in infos]
@@ -353,14 +363,11 @@ class Router:
             self.workers.failed(worker, error)
             return {}
 
-    def _refused(self, request: Request) -> Response | None:
-        """Whoever may add a worker can read all prompts: with a key it is asked for."""
-        if self.options.api_key is None:
-            return None if self.options.open_admin else error_answer(403, "needs a router with --api-key")
-        given = request.headers.get("authorization", "").encode()
-        if hmac.compare_digest(given, f"Bearer {self.options.api_key}".encode()):
-            return None
-        return error_answer(401, "the API key is missing or wrong")
+    def _closed(self) -> Response | None:
+        """Whoever may add a worker can read all prompts.  (With a key, KeyGuard has asked for it already.)"""
+        if self.options.api_key is None and not self.options.open_admin:
+            return error_answer(403, "workers can be added and removed here only with an --api-key")
+        return None
 
 
 async def _url_of(request: Request) -> str:

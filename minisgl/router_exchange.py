@@ -18,6 +18,8 @@ import aiohttp
 from starlette.responses import JSONResponse, Response
 from yarl import URL
 
+from .server_jobs import ApiError
+
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -57,15 +59,16 @@ async def exchange(session: aiohttp.ClientSession, base_url: str, message: Messa
 
 
 class Message:
-    """A request as it is sent on."""
+    """A request as it is sent on.  ValueError for a target that is no path: it would become a part of the host."""
 
     def __init__(self, scope: Scope, body: bytes):
         self.method: str = scope["method"]
         query = scope["query_string"]
         self.target = (scope["raw_path"].split(b"?")[0] + (b"?" + query if query else b"")).decode("latin-1")
-        self.headers = [
-            (name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"] if name not in HOP
-        ]
+        if not self.target.startswith("/"):
+            raise ValueError("the request's target must be a path")
+        lines = end_to_end(scope["headers"])
+        self.headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in lines]
         self.body = body
 
 
@@ -110,7 +113,7 @@ class Answer:
     async def fail(self, message: str) -> None:
         """After `begun`: say so if the form has words for it; else the connection is cut, which says it too."""
         if self._is_events:
-            event = json.dumps(_envelope(502, message))
+            event = json.dumps(ApiError(502, message, code="worker_failed").body())
             body = f"data: {event}\n\ndata: [DONE]\n\n".encode()
             await self._send({"type": "http.response.body", "body": body})
 
@@ -135,7 +138,11 @@ def complete_events(data: bytes) -> int:
 
 
 def end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> Head:
-    return [(name, value) for name, value in headers if name.lower() not in HOP]
+    """Without those of one connection: HOP, and what the Connection header names."""
+    headers = list(headers)
+    named = [value.lower().split(b",") for name, value in headers if name.lower() == b"connection"]
+    drop = HOP.union(token.strip() for tokens in named for token in tokens)
+    return [(name, value) for name, value in headers if name.lower() not in drop]
 
 
 async def read_body(receive: Receive, limit: int) -> bytes | None:
@@ -165,11 +172,6 @@ def raw_answer(body: bytes, status: int, head: Head) -> Response:
     return response
 
 
-def _envelope(status: int, message: str) -> dict[str, Any]:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
-
-
 def error_answer(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
     """An error in OpenAI's envelope."""
-    return JSONResponse(_envelope(status, message), status, headers)
+    return JSONResponse(ApiError(status, message).body(), status, headers)

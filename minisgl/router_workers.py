@@ -162,7 +162,10 @@ class Workers:
 
     async def _watch(self, worker: Worker) -> None:
         while True:
-            await self._probe(worker)
+            try:
+                await self._probe(worker)
+            except Exception:  # a defect: it may not end the watch
+                logger.exception("probing %s failed", worker.url)
             worker.probed.set()
             await worker.wait(self._interval)
 
@@ -200,7 +203,7 @@ class Workers:
         info = await self.info(worker)
         try:
             tokens = int(info["kv_evictable"]) + int(info["kv_locked"])
-            epoch = info.get("cache_epoch", info.get("started"))
+            epoch = info.get("cache_epoch")
             report = CacheReport(tokens, int(info["prompt_tokens"]), epoch, worker.pending_chars)
         except (KeyError, TypeError, ValueError):
             return

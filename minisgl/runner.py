@@ -20,16 +20,17 @@ import numpy as np
 import torch
 
 from .attention import Attention, ForwardBatch, HostBatch, SharedPrefixes
-from .constraint import Guide, masks
-from .graphs import DecodeGraphs, RowSampling
+from .constraint import Guide, MaskClock, masks
+from .graphs import DecodeGraphs, Entries, RowSampling
 from .model_llama import Llama
-from .pool import RequestTable
+from .pool import DUMMY_ROW, RequestTable
 from .request import Request, Rows
 from .sampler import Logprobs, PenaltyState, SamplingBatch, output_logprobs, prompt_logprobs, sample
 from .scheduler import Batch
 from .sharing import PrefixSharing
 
 SMALL_STEP = 32  # rows of logits per product on a CPU, see `sizing`
+APART = 1 << 16  # positions that tokens of one sequence may read more than once for being computed as decodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,6 +60,11 @@ class Step:
     logprobs: Logprobs | None = None  # of all R rows, if any of them wants some
     host_tokens: torch.Tensor | None = None
     done: torch.cuda.Event | None = None
+
+    @property
+    def jumps(self) -> bool:
+        """Whether at least half of the sequences may have tokens appended by their grammar once these are known."""
+        return self.guides is not None and 2 * sum(g is not None and g.jump for g in self.guides) >= len(self.guides)
 
 
 class Runner:
@@ -98,9 +104,10 @@ class Runner:
         self._sampling: tuple[Any, ...] | None = None  # rows, generations, and `_sampling_batch`'s result for them
         self._penalised: dict[int, int] = {}  # row -> generation for which its penalty state was made
         self.graph_replays = self.shared_steps = 0
+        self.mask_clock = MaskClock(self.cuda)
         self._sharing: PrefixSharing | None = None
         if share_prefixes:
-            self._sharing = attention.prefix_sharing(table.max_requests)
+            self._sharing = attention.prefix_sharing(max(table.max_requests, *shared_sizes, 1))
         self.row_sampling = RowSampling(table.max_requests + 1, self.device)
         self._graphs: DecodeGraphs | None = None
         if graph_sizes:
@@ -111,18 +118,28 @@ class Runner:
 
     def launch(self, batch: Batch) -> Step:
         """Queue the forward pass of `batch`."""
+        step = self._launch(batch)
+        if step.guides is not None:
+            self.mask_clock.launched()
+        return step
+
+    def _launch(self, batch: Batch) -> Step:
         sampling, guides, top_logprobs = self._sampling_batch(batch)
         shared = self._shared_prefixes(batch)
-        decodes_only = batch.num_decodes == len(batch) and bool(batch.samples.all())
-        graph = self._graphs.find(len(batch), shared is not None) if decodes_only and self._graphs else None
-        if graph is not None:
-            assert sampling is not None
+        entries = self._entries(batch) if self._graphs is not None and sampling is not None else None
+        graph = self._graphs.find(len(entries), shared is not None) if entries is not None and self._graphs else None
+        if graph is not None and entries is not None and sampling is not None:
             self._sync_table()
-            graph.replay(batch)
+            graph.replay(entries)
             self.graph_replays += 1
-            n, plain = len(batch), guides is None and sampling.plain and sampling.unfiltered
-            tokens = graph.tokens[:n] if plain else None
-            return Step(batch, graph.logits[:n], sampling, guides, top_logprobs, tokens=tokens, drawn=plain)
+            logits, tokens = graph.logits[: len(entries)], graph.tokens[: len(entries)]
+            if len(entries) > sampling.size:
+                where = self._to_device(np.flatnonzero(entries.draws))
+                logits, tokens = logits.index_select(0, where), tokens.index_select(0, where)
+            plain = guides is None and sampling.plain and sampling.unfiltered
+            return Step(
+                batch, logits, sampling, guides, top_logprobs, tokens=tokens if plain else None, drawn=plain
+            )
         forward = self._forward_batch(batch, shared)
         self.attention.begin(forward)
         hidden = self.model.forward(forward, self.attention)
@@ -152,7 +169,8 @@ class Runner:
     def _draw(self, step: Step, sampling: SamplingBatch) -> torch.Tensor:
         grammar_mask = None
         if step.guides is not None:
-            packed = torch.from_numpy(masks(step.guides, self.vocab_size))
+            with self.mask_clock:
+                packed = torch.from_numpy(masks(step.guides, self.vocab_size))
             grammar_mask = packed.pin_memory().to(self.device, non_blocking=True) if self.cuda else packed
         positions = self._to_device(step.batch.ends[step.batch.samples])
         tokens = sample(step.logits, sampling, positions, grammar_mask, self.penalties)
@@ -201,6 +219,29 @@ class Runner:
         self.shared_steps += shared is not None
         return shared
 
+    def _entries(self, batch: Batch) -> Entries | None:
+        """The step's tokens, each as a decode, or None if that is not possible or costs too much."""
+        rows, starts, ends = batch.rows, batch.starts, batch.ends
+        lengths = ends - starts
+        more = lengths > 1
+        # token i of n of a sequence reads the positions before it again: n * end - (their sum) - end
+        repeated = ((lengths - 1) * (starts + ends) // 2)[more].sum()
+        if repeated > APART or any(r.logprob_start is not None for r in batch.extends):
+            return None
+        draws = np.where(batch.samples, rows, DUMMY_ROW)
+        if more.any():
+            last = np.cumsum(lengths) - 1
+            positions = np.arange(last[-1] + 1) + np.repeat(starts - last + lengths - 1, lengths)
+            rows = np.repeat(rows, lengths)
+            spread = np.full(len(rows), DUMMY_ROW)
+            spread[last] = draws
+            draws = spread
+        else:
+            positions = starts
+        ids = self.rows.ids[rows, positions].astype(np.int64)
+        ids[: batch.num_decodes][batch.from_device[: batch.num_decodes]] = -1
+        return Entries(rows, positions, self.table.slots[rows, positions], ids, draws)
+
     def _forward_batch(self, batch: Batch, shared: SharedPrefixes | None = None) -> ForwardBatch:
         """Flatten a batch; all of it goes to the device in one copy."""
         rows, starts, ends = batch.rows, batch.starts, batch.ends
@@ -216,6 +257,11 @@ class Runner:
         # jump-forward's tokens are output: only prompts ask for a step of fixed shape
         prompts = any(s < r.prompt_len for s, r in zip(starts[batch.num_decodes :], batch.extends))
         padding = np.zeros(self.pad_rows(tokens, batch.num_decodes if prompts else tokens) - tokens, np.int64)
+        num_decodes = batch.num_decodes
+        if not prompts and num_decodes < tokens and not self.cuda and (positions + 1).sum() < APART:
+            # on a CPU a forced token is computed as the decode that it stands for: the same bits, and quicker code
+            num_decodes, rows, ends = tokens, token_rows, positions + 1
+            lengths, q_start = np.ones_like(rows), np.arange(tokens + 1)
         if len(padding):  # dummy tokens: row 0, position 0, slot 0
             ids, positions, slots = (np.concatenate((a, padding)) for a in (ids, positions, slots))
             token_rows = np.concatenate((token_rows, padding))
@@ -236,7 +282,7 @@ class Runner:
             seq_lens=seq_lens.int(),
             rows=rows_.int(),
             table=self.device_table,
-            num_decodes=batch.num_decodes,
+            num_decodes=num_decodes,
             max_seq_len=int(ends.max()),
             max_new=int(lengths.max()),
             logit_rows=logit_rows_,

@@ -190,8 +190,8 @@ class Runtime:
                 table,
                 self.scheduler.rows,
                 eos_ids=self.eos_token_ids,
-                graph_sizes=sizing.graph_sizes(max_running_requests) if graphs else (),
-                shared_sizes=sizing.shared_graph_sizes(max_running_requests) if graphs else (),
+                graph_sizes=sizing.graph_sizes(max(max_running_requests, 64)) if graphs else (),
+                shared_sizes=sizing.shared_graph_sizes(max(max_running_requests, 64)) if graphs else (),
                 share_prefixes=share,
                 pad_rows=plan.rows,
             )
@@ -347,6 +347,7 @@ class Runtime:
 
         def reset() -> None:
             self._engine.counters = Counters()
+            self._engine.runner.mask_clock.reset()
             self._engine.runner.graph_replays = self._engine.runner.shared_steps = 0
 
         self._engine.call(reset)
@@ -375,6 +376,8 @@ class Runtime:
             "graph_replays": self._engine.runner.graph_replays,
             "shared_prefix_steps": self._engine.runner.shared_steps,
             "busy_time": c.busy_time,
+            "mask_time": self._engine.runner.mask_clock.seconds,
+            "mask_wait": self._engine.runner.mask_clock.waited,
             "host_time_share": c.host_time / c.busy_time if c.busy_time else 0.0,
             "output_tokens_per_s": c.output_tokens / c.busy_time if c.busy_time else 0.0,
         }

@@ -294,7 +294,9 @@ class Scheduler:
         self._emit("extend", rid=request.rid, start=start, end=end)
         self.table.write_new(row, start, self.allocator.alloc(n))
         state.kv_len[row] = end
-        if request.logprob_start is None:  # else it may be computing again what the tree has: share when it ends
+        # One token, the last of a prompt that is cached, is not worth a node that its output will only lengthen.  And
+        # a prompt whose log-probabilities are wanted may be computing again what the tree has: it shares when it ends.
+        if n > 1 and request.logprob_start is None:
             self._share(request, end)
         return request, start, end
 

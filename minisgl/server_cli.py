@@ -62,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, dest=name, type=kind, help=text)
     for option, (name, text) in _SWITCHES.items():
         parser.add_argument(option, dest=name, action="store_false", default=None, help=text)
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="ray: --workers of them on Ray")
+    parser.add_argument("--workers", type=int, default=1, help="engines behind one router, with --engine ray")
     parser.set_defaults(run=serve)
 
 
@@ -90,6 +92,16 @@ def serve(args: argparse.Namespace) -> int:
         if value < 0:
             raise ValueError(f"{name} must be at least 0, got {value}")
     key = args.api_key or os.environ.get("MINISGL_API_KEY") or None
+    if args.engine == "ray":
+        from .cluster import serve_cluster
+
+        server_options = {"model_names": args.served_model_name or (), "limits": Limits(**limits)}
+        return serve_cluster(
+            args.workers, args.model, engine_options(args), host=args.host, port=args.port, api_key=key,
+            server=server_options,
+        )  # fmt: skip
+    if args.workers != 1:
+        raise ValueError(f"workers={args.workers} needs --engine ray (or several servers and `minisgl route`)")
     with _Signals() as signals, Runtime(args.model, **engine_options(args)) as runtime:
         if signals.count:
             return 0

@@ -77,7 +77,9 @@ class EventStream(Response):
     which ends the sequences that still run.  An error after the first byte can only be told as an event.
     """
 
-    def __init__(self, pieces: AsyncGenerator[bytes, None], held: AsyncExitStack, write_timeout: float, check_every: float = 5.0):
+    def __init__(
+        self, pieces: AsyncGenerator[bytes, None], held: AsyncExitStack, write_timeout: float, check_every: float = 5.0
+    ):
         super().__init__(
             media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         )

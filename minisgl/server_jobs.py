@@ -24,7 +24,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields
@@ -45,6 +45,7 @@ _PARAMETERS = {f.name for f in fields(SamplingParams)} | {
 }  # fmt: skip (an error's first word, if it is one of these, is its `param`)
 LEAST = -9999.0  # what a log-probability of minus infinity is written as, which JSON has not
 SHARE = 0.2  # of the interpreter's time that rounds of writing may take
+LONGEST_PAUSE = 0.25  # seconds between two rounds
 
 
 class ApiError(Exception):
@@ -92,6 +93,7 @@ class Limits:
     max_body: int = 16 << 20
     max_prompts: int = 1024  # in one request
     max_grammar: int = 256 << 10  # characters of a regex, schema or grammar
+    max_stops: int = 64  # stop strings, patterns and token ids of each kind in one request
     max_tool_calls: int = 16  # in one answer
     body_timeout: float = 60.0
     write_timeout: float = 120.0  # a client that takes nothing for so long is given up
@@ -153,18 +155,18 @@ class Doorbell:
                 return
 
     def _answer(self) -> None:
-        begin = time.perf_counter()
-        if begin < self._not_before:
-            self._loop.call_later(self._not_before - begin, self._answer)
+        pause = self._not_before - time.perf_counter()
+        if pause > 0:
+            self._loop.call_later(pause, self._answer)
             return
         self._armed = False  # before taking: who rings from here on arms again
         while self._rung:
             self._rung.popleft().wake()
-        self._loop.call_soon(self._rest, begin)  # runs after those just woken
+        self._loop.call_soon(self._rest, time.thread_time())  # runs after those just woken
 
     def _rest(self, begin: float) -> None:
-        end = time.perf_counter()
-        self._not_before = end + (end - begin) * (1 / SHARE - 1)
+        worked = time.thread_time() - begin  # waiting, for the interpreter or the machine, is not work
+        self._not_before = time.perf_counter() + min(worked * (1 / SHARE - 1), LONGEST_PAUSE)
 
 
 class Listener:
@@ -273,6 +275,7 @@ class Service:
         self.draining = False
         self.jobs: set[Job] = set()
         self.started = time.time()
+        self.flushes = 0
         # apart, so that a slow grammar does not keep plain requests waiting
         self._plain = ThreadPoolExecutor(4, "minisgl-prepare")
         self._grammars = ThreadPoolExecutor(2, "minisgl-grammar")
@@ -337,6 +340,14 @@ class Service:
             raise ApiError(
                 400, f"{name} has {len(source)} characters, at most {self.limits.max_grammar} are taken", param=name
             )
+
+    def check_stops(self, params: Mapping[str, Any]) -> None:
+        """Each token's text is compared with every stop, on the engine's thread."""
+        for name in ("stop", "stop_regex", "stop_token_ids"):
+            stops = params.get(name) or ()
+            if not isinstance(stops, str) and len(stops) > self.limits.max_stops:
+                most = self.limits.max_stops
+                raise ApiError(400, f"{name} has {len(stops)} entries, at most {most} are taken", param=name)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:

@@ -88,6 +88,7 @@ def _params(service: Service, given: dict[str, Any] | None) -> SamplingParams:
     params = SamplingParams.make({k: v for k, v in (given or {}).items() if v is not None})
     if params.n > MAX_OUTPUTS:
         raise ApiError(400, f"n must be at most {MAX_OUTPUTS}, got {params.n}", param="n")
+    service.check_stops({"stop": params.stop, "stop_regex": params.stop_regex, "stop_token_ids": params.stop_token_ids})
     if params.grammar is not None:
         service.check_grammar(*params.grammar)
     return params
@@ -146,7 +147,9 @@ async def abort_request(service: Service, request: Request) -> Response:
 
 
 async def flush_cache(service: Service, request: Request) -> Response:
-    return Reply({"success": True, "flushed_tokens": await service.off_loop(service.runtime.flush_cache)})
+    flushed = await service.off_loop(service.runtime.flush_cache)
+    service.flushes += 1
+    return Reply({"success": True, "flushed_tokens": flushed})
 
 
 async def model_info(service: Service, request: Request) -> Response:
@@ -178,7 +181,8 @@ async def server_info(service: Service, request: Request) -> Response:
         "device": str(runtime.device), "dtype": str(runtime.dtype).removeprefix("torch."),
         "max_context": scheduler.max_context, "max_running_requests": scheduler.table.max_requests,
         "max_queued_requests": service.limits.max_queued, "schedule_policy": scheduler.policy,
-        "chunk_size": scheduler.chunk_size, "started": service.started, "draining": service.draining, **stats,
+        "chunk_size": scheduler.chunk_size, "started": service.started, "draining": service.draining,
+        "cache_epoch": f"{service.started}-{service.flushes}", **stats,
     })  # fmt: skip
 
 

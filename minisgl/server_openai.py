@@ -50,6 +50,7 @@ def sampling_params(service: Service, body: Sampling, max_new_tokens: int) -> di
     params["n"] = body.n or 1
     if body.min_tokens is not None:
         params["min_new_tokens"] = body.min_tokens
+    service.check_stops(params)
     if body.response_format is not None:
         _add_response_format(params, body.response_format)
     for name in ("regex", "json_schema", "ebnf", "structural_tag"):

@@ -10,7 +10,8 @@ last bit, and with it now and then a greedy token, depends on how many other row
 takes that freedom away from prompts: a step that computes any is padded to a multiple of 256 rows.  With the fixed
 shapes of `attention_cpu` a prompt then gives the same bits whether it is computed whole, in chunks or behind a cached
 prefix, as long as chunks have at most 256 tokens (the default).  A decoded token's bits still depend on whether its
-step also computes prompts.  In float32 the last bit may differ as well, but that is 65,536 times smaller.
+step also computes prompts (where `ops_amx` computes, on nothing else in its step).  In float32 the last bit may differ
+as well, but that is 65,536 times smaller.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ class MaskCache:
         found = self._masks.get(state)
         if found is not None:
             return found
-        with self.automaton.working():
+        with self.automaton.working(self.automaton.algebra.budget.mask_seconds):
             found = self._masks[state] = self._compute(state)
             while len(self._masks) > self.keep:
                 self._masks.popitem(last=False)

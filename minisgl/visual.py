@@ -15,9 +15,9 @@ Every view has three forms: a widget where there is a notebook to show it (`pip 
 SVG everywhere (`svg()`, and in the mime bundle, so that saved notebooks and exports show it), and a page of its own
 (`save`).
 
-    events -> visual_source, visual_state (steps) -> visual_layout, visual_svg, visual_picture    static
-                                                  -> visual_data -> assets/radix_view.js          the player,
-                                                                    in visual_widget or visual_page
+    events -> visual_source, visual_history (steps) -> visual_layout, visual_svg, visual_picture    static
+                                                    -> visual_data -> assets/radix_view.js          the player,
+                                                                      in visual_widget or visual_page
 
 The views only read: the log of events and, if the log does not go back to the beginning, a snapshot of the tree.
 A notebook that is committed should keep the SVG and not the widget, whose model is gone with the kernel: drop the key
@@ -33,18 +33,24 @@ from typing import TYPE_CHECKING, Any
 
 from .events import Event, EventLog
 from .visual_data import encode_history
+from .visual_history import TreeHistory
 from .visual_page import picture_page, player_page
 from .visual_picture import radix_picture, story_sheet
+from .visual_schedule import Schedule, schedule_picture
 from .visual_source import LogReader, RuntimeReader, is_runtime
-from .visual_state import Step, TreeHistory
+from .visual_state import Step
 from .visual_svg import Text
 
 if TYPE_CHECKING:
+    from .fsm import Grammar
     from .runtime import Runtime
+    from .visual_grammar import Moment
     from .visual_widget import Player
 
-__all__ = ["RadixView", "TreeHistory", "figure4", "static_outputs"]
+__all__ = ["GrammarView", "RadixView", "ScheduleView", "TreeHistory", "figure4", "static_outputs"]
 
+MOST_COLUMNS = 200  # steps that a timeline shows unless it is told which
+MOST_FRAMES = 120  # pictures in a grammar's page
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
@@ -99,10 +105,7 @@ class RadixView(View):
         width: int = 900,
         detail: bool = False,
     ):
-        if max_nodes < 1:
-            raise ValueError(f"max_nodes must be at least 1, got {max_nodes}")
-        if width < 320:
-            raise ValueError(f"width must be at least 320 pixels, got {width}")
+        _check_least(max_nodes=(max_nodes, 1), width=(width, 320))
         self.max_nodes, self.width = max_nodes, width
         self._lock = threading.RLock()  # the history is fed by whoever looks, and by the widget's thread
         self._reader: LogReader | None = None
@@ -277,6 +280,125 @@ class RadixView(View):
         return bundle
 
 
+class ScheduleView(View):
+    """A timeline of steps: who is in which batch, with a prompt's chunk or a decode; what host and device did.
+
+    source        a Runtime made with events=True, an EventLog, or a list of events
+    steps         (first, last + 1) of the steps to show; negative ones count from the end
+    max_requests  most rows
+    width         in pixels
+
+    Looks at the log whenever it is shown.  `schedule` has the figures behind the picture: steps with their times and
+    requests.  Raises TypeError for another source, ValueError for a Runtime without events and a range without steps.
+    """
+
+    title = "Schedule"
+
+    def __init__(
+        self,
+        source: Runtime | EventLog | Iterable[Event],
+        *,
+        steps: tuple[int, int] | None = None,
+        max_requests: int = 40,
+        width: int = 900,
+    ):
+        _check_least(max_requests=(max_requests, 1), width=(width, 320))
+        log: Any = getattr(source, "events") if is_runtime(source) else source  # noqa: B009
+        if log is None:
+            raise ValueError("source records no events: make it with Runtime(events=True)")
+        self._log: EventLog | None = log if isinstance(log, EventLog) else None
+        self._cursor = 0
+        self._schedule = Schedule([] if self._log is not None else _events(log))
+        self.max_requests, self.width = max_requests, width
+        self.range = steps
+        self._span()  # to refuse a bad range now
+
+    @property
+    def schedule(self) -> Schedule:
+        """Steps and requests so far."""
+        if self._log is not None:
+            events = self._log.since(self._cursor)
+            self._schedule.feed(events)
+            if events:
+                self._cursor = events[-1].seq + 1
+        return self._schedule
+
+    def _span(self) -> tuple[int, int]:
+        count = len(self.schedule.steps)
+        if self.range is None:
+            return max(count - MOST_COLUMNS, 0), count
+        first, last = (n + count if n < 0 else n for n in self.range)
+        if not 0 <= first < min(last, count):
+            raise ValueError(f"steps must be (first, last + 1) of {count} steps, got {self.range}")
+        return first, min(last, count)
+
+    def svg(self) -> str:
+        """The timeline as SVG."""
+        return schedule_picture(self.schedule, self.width, self._span(), self.max_requests)
+
+    def __repr__(self) -> str:
+        schedule = self.schedule
+        busy = f", device busy {schedule.busy:.0%}" if any(step.complete for step in schedule.steps) else ""
+        return f"ScheduleView({len(schedule.steps)} steps, {len(schedule.lives)} requests{busy})"
+
+
+class GrammarView(View):
+    """A grammar after a text: the automaton, byte by byte and compressed, the legal tokens, what is forced.
+
+    grammar     a Grammar, or a regex
+    tokenizer   for the mask: a Runtime's `tokenizer`; None: no mask is shown
+    text        what has been generated so far; where the grammar does not go along, the picture says so
+    max_states  most states of the automaton that are drawn
+    width       in pixels
+
+    Raises GrammarError for a regex that cannot be, or one that the tokenizer cannot spell.  `moment` has the figures
+    behind the picture.  The page that `save` writes steps through the text.
+    """
+
+    title = "Grammar"
+
+    def __init__(
+        self, grammar: Grammar | str, tokenizer: Any = None, text: str = "", *, max_states: int = 40, width: int = 900
+    ):
+        from .fsm import Grammar
+
+        _check_least(max_states=(max_states, 1), width=(width, 320))
+        self.grammar = Grammar.from_regex(grammar) if isinstance(grammar, str) else grammar
+        self.tokens = None if tokenizer is None else self.grammar.compile(tokenizer)
+        self.text, self.max_states, self.width = text, max_states, width
+
+    @property
+    def moment(self) -> Moment:
+        """State, forced bytes and legal tokens after the text."""
+        from .visual_grammar import moment
+
+        return moment(self.grammar, self.tokens, self.text)
+
+    def after(self, text: str) -> GrammarView:
+        """The view of the same grammar after another text."""
+        other = GrammarView(self.grammar, None, text, max_states=self.max_states, width=self.width)
+        other.tokens = self.tokens
+        return other
+
+    def svg(self) -> str:
+        """The picture after the text."""
+        from .visual_grammar import grammar_picture
+
+        return grammar_picture(self.grammar, self.tokens, self.moment, self.width, self.max_states)
+
+    def html(self) -> str:
+        """A page that goes through the text, character by character (through the last of a long one)."""
+        ends = range(max(len(self.text) + 1 - MOST_FRAMES, 0), len(self.text) + 1)
+        frames = [{"title": f"after {self.text[:end]!r}", "svg": self.after(self.text[:end]).svg()} for end in ends]
+        return player_page(self.title, "frames.js", {"frames": frames}, self.svg())
+
+    def __repr__(self) -> str:
+        at = self.moment
+        legal = "" if at.legal is None else f", {len(at.legal):,} of {at.vocab_size:,} tokens legal"
+        wrong = f", {at.wrong!r} not allowed" if at.wrong else ""
+        return f"GrammarView(after {self.text!r}: state {at.state}, {len(at.forced)} bytes forced{legal}{wrong})"
+
+
 def figure4() -> RadixView:
     """The SGLang paper's figure of RadixAttention: nine states of two chats, few-shot queries and samples under LRU.
 
@@ -322,3 +444,9 @@ def _events(source: Any) -> list[Event]:
             kinds = "a Runtime, an EventLog, events or a TreeHistory"
             raise TypeError(f"source must be {kinds}, got {type(source).__name__}")
     return events
+
+
+def _check_least(**limits: tuple[int, int]) -> None:
+    for name, (value, least) in limits.items():
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")

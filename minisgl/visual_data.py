@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from .visual_state import NodeView, Step, TreeHistory, runs
+from .visual_history import TreeHistory
+from .visual_state import NodeView, Step, runs
 from .visual_svg import Text, label_of
 
 MOST_IDS = 48  # token ids of an edge that are sent

@@ -10,6 +10,7 @@ matters.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,8 @@ from .visual_theme import both, fill, stroke
 if TYPE_CHECKING:
     from .fsm import Grammar, TokenGrammar
 
-COLUMN, ROWS, RADIUS = 84.0, 54.0, 12.0
-CHIPS = 36  # legal tokens that are written out
+COLUMN, ROWS, RADIUS = 46.0, 46.0, 10.0
+CHIPS = 30  # legal tokens that are written out
 
 
 @dataclass
@@ -80,7 +81,7 @@ def grammar_picture(grammar: Grammar, tokens: TokenGrammar | None, at: Moment, w
         title = "Compressed: a run without a choice is one edge" if compressed else "Byte by byte"
         if partial:
             title += f" (the {max_states} states nearest to this one)"
-        body, w, h = _automaton(grammar, arrows, at.state, partial)
+        body, w, h = _automaton(grammar, arrows, at, partial)
         parts.append(text(14, y + 4, title, size=12, extra='font-weight="600"'))
         parts.append(f'<g transform="translate(0,{y + 10:.0f})">{body}</g>')
         y += h + 26
@@ -153,82 +154,148 @@ def _arrows(grammar: Grammar, at: Moment, compressed: bool, max_states: int) -> 
     return edges(grammar.automaton, compressed, max_states, start=at.state, partial=True), True
 
 
-def _automaton(grammar: Grammar, arrows: list[Edge], current: int, partial: bool) -> tuple[str, float, float]:
-    """(SVG elements, width, height): states in columns by their distance from the first."""
+def _automaton(grammar: Grammar, arrows: list[Edge], at: Moment, partial: bool) -> tuple[str, float, float]:
+    """(SVG elements, width, height)."""
+    current = at.state
     first = current if partial else START
-    column, rows, place = {first: 0}, {0: 1}, {first: (30.0, 44.0)}
+    ascii_ = [edge for edge in arrows if not _OTHER.fullmatch(edge.label)]
+    left_out = len(ascii_) < len(arrows)
+    arrows = _reached(ascii_, first)
+    place, column, width, height = _places(arrows, first)
+    parts = [_arrow(edge, place, column[edge.target] - column[edge.source], edge.source == current) for edge in arrows]
+    for state, (x, y) in place.items():
+        parts.append(_state(state, x, y, state == current, bool(grammar.automaton.accepting[state])))
+    notes = []
+    inside = _inside(grammar, at.accepted)
+    if at.state not in place and inside in place:
+        x, y = place[inside]
+        ring = f'fill="none" {stroke("hit")} stroke-width="2"'
+        parts.append(f'<circle cx="{x:.0f}" cy="{y:.0f}" r="{RADIUS + 4}" {ring}/>')
+        notes.append("the text is inside the forced run that begins at the ringed state")
+    if left_out:
+        notes.append("bytes of characters outside ASCII are left out")
+    for note in notes:
+        parts.append(text(14, height + 10, note, size=10, colour="muted"))
+        height += 15
+    return "".join(parts), width, height
+
+
+_OTHER = re.compile(r"([89a-f][0-9a-f](-[89a-f][0-9a-f])?( |$))+")  # a label of bytes from 0x80 on
+
+
+def _reached(arrows: list[Edge], first: int) -> list[Edge]:
+    """The edges that a walk from `first` comes by."""
+    seen, kept = {first}, []
     for edge in arrows:  # they come breadth first
-        if edge.target not in column:
-            column[edge.target] = column[edge.source] + 1
+        if edge.source in seen:
+            seen.add(edge.target)
+            kept.append(edge)
+    return kept
+
+
+def _places(arrows: list[Edge], first: int) -> tuple[dict[int, tuple[float, float]], dict[int, int], float, float]:
+    """Places and columns of the states, width and height: a state is right of all that lead to it, but for loops."""
+    after: dict[int, list[Edge]] = {}
+    for edge in arrows:
+        after.setdefault(edge.source, []).append(edge)
+    order: list[int] = []
+    open_, seen, loops = {first}, {first}, set()
+    stack = [(first, iter(after.get(first, [])))]
+    while stack:  # depth first: what leads to a state that is still open is a loop
+        state, ways = stack[-1]
+        for edge in ways:
+            if edge.target in open_:
+                loops.add(edge)
+            elif edge.target not in seen:
+                seen.add(edge.target)
+                open_.add(edge.target)
+                stack.append((edge.target, iter(after.get(edge.target, []))))
+                break
+        else:
+            stack.pop()
+            open_.discard(state)
+            order.append(state)
+    column = {first: 0}
+    for state in reversed(order):
+        for edge in after.get(state, []):
+            if edge not in loops:
+                column[edge.target] = max(column.get(edge.target, 0), column[state] + 1)
     widths = [COLUMN] * (max(column.values()) + 1)
     for edge in arrows:
-        if column[edge.target] == column[edge.source] + 1:
-            at = column[edge.source]
-            widths[at] = max(widths[at], len(edge.label) * CHAR + 3 * RADIUS)
-    starts = [30 + sum(widths[:n]) for n in range(len(widths))]
-    for state in list(column)[1:]:
-        row = rows.get(column[state], 0)
-        rows[column[state]] = row + 1
-        place[state] = (starts[column[state]], 44 + row * ROWS)
-    parts = [_arrow(edge, place, edge.source == current) for edge in arrows]
-    inside = _inside(grammar, arrows, current) if current not in place else None
-    for state, (x, y) in place.items():
-        now = state == current
-        paint = both("hit-tint", "hit") if now else both("paper", "line")
-        accepting = bool(grammar.automaton.accepting[state])
-        title = f"state {state}{', the text may end here' if accepting else ''}{', now' if now else ''}"
-        parts.append(
-            f'<g data-state="{state}"><title>{title}</title><circle cx="{x:.0f}" cy="{y:.0f}" r="{RADIUS}" {paint} '
-            f'stroke-width="{3 if now else 1.3}"/>'
-        )
-        if accepting:
-            ring = stroke("hit" if now else "line")
-            parts.append(f'<circle cx="{x:.0f}" cy="{y:.0f}" r="{RADIUS - 3.5}" fill="none" {ring} stroke-width="1.1"/>')
-        if now:
-            parts.append(f'<circle cx="{x:.0f}" cy="{y:.0f}" r="3" {fill("hit")}/>')
-        parts.append("</g>")
-    height = 44 + (max(rows.values()) - 1) * ROWS + 34
-    if inside is not None and inside in place:
-        x, y = place[inside]
-        parts.append(text(x - RADIUS, y + RADIUS + 16, "▲ inside a run from here", size=10, colour="muted"))
-        height += 12
-    return "".join(parts), sum(widths) + 40, height
+        if column[edge.target] > column[edge.source]:
+            last = column[edge.target] - 1
+            widths[last] = max(widths[last], len(edge.label) * CHAR + 3 * RADIUS)
+    row: dict[int, float] = {first: 0.0}
+    for at in range(1, len(widths)):
+        members = [state for state in column if column[state] == at]
+        wish = {m: [row[e.source] for e in arrows if e.target == m and e.source in row] for m in members}
+        members.sort(key=lambda m: sum(wish[m]) / max(len(wish[m]), 1))
+        free = 0.0
+        for member in members:
+            row[member] = max(free, round(min(wish[member], default=0.0)))
+            free = row[member] + 1
+    place = {s: (26 + sum(widths[: column[s]]), 46 + row[s] * ROWS) for s in column}
+    return place, column, 26 + sum(widths) + 8, 46 + max(row.values()) * ROWS + 34
 
 
-def _inside(grammar: Grammar, arrows: list[Edge], current: int) -> int | None:
-    """The state whose forced run passes through `current`."""
-    for source in (edge.source for edge in arrows if edge.forced):
-        run, _ = grammar.automaton.forced(source)
-        state = source
-        for byte in run:
-            state = grammar.automaton.step(state, bytes([byte]))
-            if state == current:
-                return source
-    return None
+def _state(state: int, x: float, y: float, now: bool, accepting: bool) -> str:
+    paint = both("hit-tint", "hit") if now else both("paper", "line")
+    title = f"state {state}{', the text may end here' if accepting else ''}{', now' if now else ''}"
+    parts = [
+        f'<g data-state="{state}"><title>{title}</title><circle cx="{x:.0f}" cy="{y:.0f}" r="{RADIUS}" {paint} '
+        f'stroke-width="{3 if now else 1.3}"/>'
+    ]
+    if accepting:
+        ring = stroke("hit" if now else "line")
+        parts.append(f'<circle cx="{x:.0f}" cy="{y:.0f}" r="{RADIUS - 3.5}" fill="none" {ring}/>')
+    if now:
+        parts.append(f'<circle cx="{x:.0f}" cy="{y:.0f}" r="3" {fill("hit")}/>')
+    return "".join([*parts, "</g>"])
 
 
-def _arrow(edge: Edge, place: dict[int, tuple[float, float]], now: bool) -> str:
+def _inside(grammar: Grammar, accepted: bytes) -> int:
+    """The state at which the compressed edge begins that the text is on, or the state that it is in."""
+    automaton, state = grammar.automaton, START
+    while accepted:
+        run, after = automaton.forced(state)
+        if len(run) > 1 and len(accepted) < len(run):
+            return state
+        taken = len(run) if len(run) > 1 else 1
+        state = after if len(run) > 1 else automaton.step(state, accepted[:1])
+        accepted = accepted[taken:]
+    return state
+
+
+def _arrow(edge: Edge, place: dict[int, tuple[float, float]], columns: int, now: bool) -> str:
     (x1, y1), (x2, y2) = place[edge.source], place[edge.target]
     colour, wide = ("evicted", 2.4) if edge.forced else ("hit", 2.0) if now else ("line", 1.3)
     r = RADIUS
     if edge.source == edge.target:
-        path = f"M{x1 - 5:.0f} {y1 - r + 1:.0f}C{x1 - 17:.0f} {y1 - 36:.0f} {x1 + 17:.0f} {y1 - 36:.0f} {x1 + 6:.0f} {y1 - r - 1:.0f}"
+        top = y1 - 36
+        path = f"M{x1 - 5:.0f} {y1 - r + 1:.0f}C{x1 - 17:.0f} {top:.0f} "
+        path += f"{x1 + 17:.0f} {top:.0f} {x1 + 6:.0f} {y1 - r - 1:.0f}"
         at, tip = (x1, y1 - 32), (x1 + 5, y1 - r, 0.35, 0.94)
     elif x2 > x1:
-        bend = (x2 - x1) * 0.45
-        path = f"M{x1 + r:.0f} {y1:.0f}C{x1 + bend:.0f} {y1:.0f} {x2 - bend:.0f} {y2:.0f} {x2 - r - 1:.0f} {y2:.0f}"
-        at, tip = ((x1 + x2) / 2, (y1 + y2) / 2 - 6), (x2 - r, y2, 1.0, 0.0)
-    else:  # backwards, or within a column: a bow below
-        low = max(y1, y2) + 26
-        path = f"M{x1:.0f} {y1 + r:.0f}Q{(x1 + x2) / 2 - 20:.0f} {low + 10:.0f} {x2:.0f} {y2 + r + 1:.0f}"
-        at, tip = ((x1 + x2) / 2 - 14, low), (x2, y2 + r, 0.3, -0.95)
+        bend, end = (x2 - x1) * 0.45, x2 - r - 1
+        lift = 30 if y1 == y2 and columns > 1 else 0  # over the states between
+        t = 0.5 if y1 == y2 else 0.3 if y2 < y1 else 0.7  # the label stands where parallel ways are apart
+        path = f"M{x1 + r:.0f} {y1:.0f}C{x1 + bend:.0f} {y1 - lift:.0f} {x2 - bend:.0f} {y2 - lift:.0f} "
+        path += f"{end:.0f} {y2:.0f}"
+        curve = (1 - t) ** 3 + 3 * t * (1 - t) ** 2  # weight of the first end's height
+        at = (x1 + r + (end - x1 - r) * t, y1 * curve + y2 * (1 - curve) - 0.75 * lift - 5)
+        tip = (x2 - r, y2, 0.85, 0.5) if lift else (x2 - r, y2, 1.0, 0.0)
+    else:  # a loop over several states: a bow below
+        low = max(y1, y2) + 24
+        path = f"M{x1:.0f} {y1 + r:.0f}C{x1 - 6:.0f} {low + 8:.0f} {x2 + 6:.0f} {low + 8:.0f} {x2:.0f} {y2 + r + 1:.0f}"
+        at, tip = ((x1 + x2) / 2, low + 6), (x2, y2 + r, -0.1, -0.99)
     x, y, dx, dy = tip
     left, right = (x - 7 * dx + 3.5 * dy, y - 7 * dy - 3.5 * dx), (x - 7 * dx - 3.5 * dy, y - 7 * dy + 3.5 * dx)
     head = f"M{x:.1f} {y:.1f}L{left[0]:.1f} {left[1]:.1f}L{right[0]:.1f} {right[1]:.1f}z"
     weight = ' font-weight="700"' if edge.forced else ""
     return (
         f'<path d="{path}" fill="none" {stroke(colour)} stroke-width="{wide}"/><path d="{head}" {fill(colour)}/>'
-        f'<text x="{at[0]:.0f}" y="{at[1]:.0f}" {FONT} font-size="10.5" text-anchor="middle" {fill("ink")}{weight}>'
+        f'<text x="{at[0]:.0f}" y="{at[1]:.0f}" {FONT} font-size="10.5" text-anchor="middle" '
+        f'{both("ink", "paper")} stroke-width="3" style="paint-order:stroke"{weight}>'
         f"{_escape(edge.label)}</text>"
     )
 
@@ -254,10 +321,10 @@ def _mask(tokens: TokenGrammar, at: Moment, y: float, width: int) -> tuple[str, 
         if x + w > width - 14:
             x, line = 14.0, line + 25
         look = both("new-tint", "new") if i in certain else both("plain-tint", "line")
+        box = f'<rect x="{x:.1f}" y="{line - 14}" width="{w:.1f}" height="20" rx="4" {look}/>'
         parts.append(
-            f'<g data-token="{i}"><title>token {i}</title><rect x="{x:.1f}" y="{line - 14}" width="{w:.1f}" height="20" '
-            f'rx="4" {look}/><text x="{x + 6:.1f}" y="{line}" {FONT} font-size="11" {fill("ink")} '
-            f'xml:space="preserve">{_escape(label)}</text></g>'
+            f'<g data-token="{i}"><title>token {i}</title>{box}<text x="{x + 6:.1f}" y="{line}" {FONT} font-size="11" '
+            f'{fill("ink")} xml:space="preserve">{_escape(label)}</text></g>'
         )
         x += w + 6
     if len(at.legal) > len(shown):
@@ -270,12 +337,16 @@ def _piece(tokens: TokenGrammar, token: int) -> str:
 
 
 def _legend(x: float, y: float) -> str:
-    parts = [
-        f'<circle cx="{x + 7}" cy="{y - 4}" r="6" {both("hit-tint", "hit")} stroke-width="2.4"/>'
-        f'<circle cx="{x + 7}" cy="{y - 4}" r="2" {fill("hit")}/>' + text(x + 20, y, "now", size=10, colour="muted"),
-        f'<circle cx="{x + 65}" cy="{y - 4}" r="6" {both("paper", "line")} stroke-width="1.3"/><circle cx="{x + 65}" '
-        f'cy="{y - 4}" r="3" fill="none" {stroke("line")}/>' + text(x + 78, y, "the text may end", size=10, colour="muted"),
-        f'<path d="M{x + 184} {y - 4}h24" {stroke("evicted")} stroke-width="2.4"/>'
-        + text(x + 214, y, "forced: no choice", size=10, colour="muted"),
-    ]
-    return "".join(parts)
+    def circle(at: float, radius: float, paint: str) -> str:
+        return f'<circle cx="{at}" cy="{y - 4}" r="{radius}" {paint}/>'
+
+    def word(at: float, content: str) -> str:
+        return text(at, y, content, size=10, colour="muted")
+
+    ring = f'fill="none" {stroke("line")}'
+    return (
+        circle(x + 7, 6, both("hit-tint", "hit") + ' stroke-width="2.4"') + circle(x + 7, 2, fill("hit"))
+        + word(x + 20, "now") + circle(x + 65, 6, ring) + circle(x + 65, 3, ring) + word(x + 78, "the text may end")
+        + f'<path d="M{x + 184} {y - 4}h24" {stroke("evicted")} stroke-width="2.4"/>'
+        + word(x + 214, "forced: no choice")
+    )  # fmt: skip

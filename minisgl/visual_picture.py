@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .visual_state import Step, TreeHistory
+from .visual_history import TreeHistory
+from .visual_state import Step
 from .visual_svg import (
     SIDE,
     Text,
@@ -29,6 +30,7 @@ def radix_picture(history: TreeHistory, position: int, width: int, decode: Text 
     body, layout = tree(state, step, tree_width, decode, max_nodes)
     if layout.width > tree_width and beside:  # a deep tree takes the whole width, the panel goes below
         beside = False
+        body, layout = tree(state, step, width - 16, decode, max_nodes)
     full = max(width, layout.width + 16)
     grid, grid_height = pool(state, 0, 0, SIDE - 30)
     panel_height = 44 + grid_height + 22 + 32 + 24 + 76

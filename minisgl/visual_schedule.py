@@ -193,7 +193,8 @@ def schedule_picture(schedule: Schedule, width: int, steps: tuple[int, int], max
     if axis:
         parts += [text(x(place) - 5, y + 4, "≈", size=12, colour="muted") for place in axis.breaks]
     parts.append(_legend(14, y + 24, bool(axis)))
-    return document(width, y + 38, title, "; ".join(map(_words, shown[:40])), "".join(parts))
+    words = "; ".join(map(_words, shown[:40])) or "No step has been formed."
+    return document(width, y + 38, title, words, "".join(parts))
 
 
 def _words(step: StepSpan) -> str:

@@ -14,7 +14,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from .events import EventLog
-from .visual_state import TreeHistory, TreeState, from_snapshot
+from .visual_history import TreeHistory
+from .visual_state import TreeState, from_snapshot
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -71,7 +72,6 @@ class RuntimeReader(LogReader):
         self._runtime = weakref.ref(runtime)
         state, seq = self._snapshot(runtime)
         self.history = TreeHistory(TreeState(capacity=state.capacity), detail=detail)
-        self.history.start.ensure(state.capacity or 0)
         events = self.log.since(0)
         if seq == 0 or (events and events[0].seq == 0):
             self.history.feed(event for event in events if event.seq < seq)

@@ -21,7 +21,8 @@ import numpy as np
 from .events import EventLog
 from .pool import SlotAllocator
 from .radix import RadixTree
-from .visual_state import TreeHistory, TreeState
+from .visual_history import TreeHistory
+from .visual_state import TreeState
 
 CAPACITY = 70  # tokens: what makes the paper's evictions necessary, and no others
 

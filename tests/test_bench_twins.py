@@ -165,13 +165,11 @@ def test_json_twin_jumps_and_is_valid(capsys, model):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--workload", "twin-tree", "--compare", "sglang"], "sglang is not installed: pip install sglang"),
         (["--workload", "twin-tree", "--requests", "4"], "--requests means nothing to a token-level twin"),
         (["--workload", "twin-tree", "--model", "llama-8b"], "needs --load-format dummy"),
         (["--workload", "twin-json", "--model", "llama-8b", "--load-format", "dummy"], "twin-json needs a tokenizer"),
         (["--workload", "twin-tree", "--tokenizer", "."], "--tokenizer is for the built-in shapes"),
         (["--scale", "0.5"], "--scale means nothing to --workload fewshot"),
-        (["--workload", "twin-tree", "--compare", "vllm"], "vllm is not installed"),
     ],
 )
 def test_what_does_not_fit_is_a_one_line_error(capsys, argv, words):

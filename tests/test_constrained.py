@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import threading
+import time
 
 import pytest
 
 from minisgl import Runtime
+from minisgl.expressions import Budget
+from minisgl.tokenizer import ByteTokenizer
 
 from . import tiny_models
 
@@ -175,3 +180,64 @@ def test_default_model_text_is_the_same_with_and_without_jump(default_model_fold
             for reply in replies[:2]:
                 json.loads(reply["text"])
     assert got[0] == got[1]
+
+
+def test_a_chat_template_beside_a_tokenizer_is_refused(folder):
+    with pytest.raises(ValueError, match="chat_template is for the model's own tokenizer"):
+        Runtime(folder, tokenizer=ByteTokenizer(), chat_template="{{ messages }}")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("at_start", [False, True])
+def test_n_outputs_and_forced_starts_are_as_alone(folder, overlap, at_start):
+    """n > 1, chunked prefill, free neighbours; with the jump at an output's start joined to its prompt and without."""
+    with Runtime(folder, dtype="float32", overlap=overlap, chunk_size=8, kv_capacity=4000) as runtime:
+        runtime._engine.jump_at_start = at_start
+        seeded = [params(temperature=1.0, seed=seed) for seed in (3, 4)]
+        alone = [runtime.generate(PROMPTS[3], {**p, "n": 1})["output_ids"] for p in seeded]
+        mixed = runtime.generate([PROMPTS[0], *PROMPTS], [{"max_new_tokens": 20, "ignore_eos": True}, *seeded, *seeded])
+        assert [reply["output_ids"] for reply in mixed[4:]] == alone[1:]
+        several = runtime.generate(PROMPTS[3], params(temperature=1.0, seed=3, n=3))
+        assert len(several) == 3 and several[0]["output_ids"] == alone[0]
+        for reply in [*mixed[1:], *several]:
+            assert re.fullmatch(REGEX, reply["text"]) and reply["meta_info"]["finish_reason"]["type"] == "stop"
+            assert reply["meta_info"]["forced_tokens"] > 10
+        short = runtime.generate("x", {"regex": "only this text", "max_new_tokens": 4, "temperature": 0})
+        assert short["meta_info"]["finish_reason"] == {"type": "length"} and len(short["output_ids"]) == 4
+        runtime._engine.call(runtime.scheduler.check)
+
+
+BOMBS = [
+    {"regex": r"(a|b)*a(a|b){20}"},
+    {"json_schema": {"type": "string", "minLength": 100, "pattern": "(a|b)*a(a|b){20}"}},
+]
+
+
+def test_others_go_on_decoding_beside_bombs(runtime, monkeypatch):
+    """Compiling is off the engine's thread and masks have a limit: a free request's tokens keep coming."""
+    usual = Budget()
+    assert usual.seconds < 10 and usual.mask_seconds < usual.seconds
+    quick = (usual.nodes, usual.seconds / 4, usual.mask_seconds / 4)
+    monkeypatch.setattr(Budget.__init__, "__defaults__", quick)
+    ended: dict[int, float] = {}
+
+    def explode(i: int) -> None:
+        with contextlib.suppress(ValueError):  # answered or refused
+            runtime.generate("y", {**BOMBS[i], "max_new_tokens": 40, "temperature": 0})
+        ended[i] = time.monotonic() - begin
+
+    begin = time.monotonic()
+    threads = [threading.Thread(target=explode, args=[i]) for i in range(len(BOMBS))]
+    for thread in threads:
+        thread.start()
+    gaps, free = [], {"max_new_tokens": 200, "temperature": 0, "ignore_eos": True}
+    while any(thread.is_alive() for thread in threads):
+        last = time.monotonic()
+        for _ in runtime.generate("x", free, stream=True):
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+            if not any(thread.is_alive() for thread in threads):
+                break
+    assert len(ended) == len(BOMBS) and max(ended.values()) < 10
+    assert len(gaps) > 20 and max(gaps) < 4 and sorted(gaps)[len(gaps) // 2] < 1

@@ -247,6 +247,33 @@ def test_a_fault_in_one_requests_grammar_is_its_own(rt, monkeypatch, name, at):
     check_idle(rt)
 
 
+def test_a_fault_in_the_jump_at_the_start_is_its_requests_own(rt, monkeypatch):
+    """Before the first step: the request is in the scheduler already, and must leave it."""
+    monkeypatch.setattr(rt._engine, "jump_at_start", True)
+    regex = "forced from the start[ab]{3}"
+    want = rt.generate(["one", "two"], GREEDY)
+    reply = rt.generate("x", {**GREEDY, "max_new_tokens": 40, "regex": regex})
+    assert reply["text"].startswith("forced from the start") and reply["meta_info"]["forced_tokens"] > 5
+    real, count = FsmConstraint.accept, 0
+
+    def trap(self, token):
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise Fault("grammar")
+        return real(self, token)
+
+    monkeypatch.setattr(FsmConstraint, "accept", trap)
+    box: list = []
+    others = threading.Thread(target=lambda: box.append(rt.generate(["one", "two"], GREEDY)))
+    others.start()
+    with pytest.raises(Fault, match="grammar"):
+        rt.generate("victim", {**GREEDY, "max_new_tokens": 40, "regex": regex})
+    others.join(30)
+    assert [r["output_ids"] for r in box[0]] == [r["output_ids"] for r in want]
+    check_idle(rt)
+
+
 def test_a_pattern_that_backtracks_for_ever_ends_its_request_alone(rt):
     params = {
         "temperature": 0,

@@ -16,7 +16,7 @@ from minisgl import Runtime
 from minisgl.attention import ForwardBatch, ReferenceAttention
 from minisgl.loader import load_model, resolve_model
 from minisgl.model_llama import Llama
-from minisgl.pool import KVPool
+from minisgl.pool import DUMMY_SLOT, KVPool
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,7 +33,8 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     LlamaConfig(
         hidden_size=1024, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=4,
-        head_dim=64, vocab_size=4000, max_position_embeddings=4096, dtype="bfloat16", architectures=["LlamaForCausalLM"],
+        head_dim=64, vocab_size=4000, max_position_embeddings=4096, dtype="bfloat16",
+        architectures=["LlamaForCausalLM"],
     ).save_pretrained(path)  # fmt: skip
     return path
 
@@ -134,3 +135,33 @@ def test_log_probabilities_are_those_of_float32(folder, base):
             errors.append(abs(float(logprobs[len(ids) + i - 1, token]) - value))
     worst = max(errors)
     assert worst < NEAR_TIE and sum(errors) / len(errors) < NEAR_TIE / 4, (worst, sum(errors) / len(errors))
+
+
+def test_a_full_pool_still_replays_graphs(folder):
+    """Case graph-dummy-lazy-alloc: padding has a slot of its own from the start, so no pool is too full for graphs."""
+    with Runtime(folder, load_format="dummy", device="cuda", kv_capacity=200, seed=1) as runtime:
+        params = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
+        runtime.generate(input_ids=[7] * 190, sampling_params={"max_new_tokens": 1})  # the tree fills the pool
+        assert runtime.stats()["kv_free"] < 20
+        runtime.reset_stats()
+        replies = runtime.generate(input_ids=[[5, 6, i] for i in range(8, 13)], sampling_params=params)  # 5 of 8 columns
+        assert [len(r["output_ids"]) for r in replies] == [40] * 5
+        stats = runtime.stats()
+        assert stats["graph_replays"] >= 39 and stats["retractions"] >= 0
+
+
+def test_recording_leaves_no_garbage_behind(folder):
+    """Case graph-capture-poisons-slot: the dummy slot is never given away, and what it holds reaches no real row."""
+    wanted = [[9] * n for n in (1, 2, 63, 64, 65, 300)]
+    params = {"max_new_tokens": 20, "temperature": 0, "ignore_eos": True}
+    outputs = []
+    for graphs in (True, False):
+        options = {"load_format": "dummy", "device": "cuda", "kv_capacity": 9_000, "seed": 1, "cuda_graphs": graphs}
+        with Runtime(folder, **options) as runtime:
+            assert DUMMY_SLOT not in runtime.scheduler.allocator.free_slots()
+            pool = runtime.engine.runner.attention.pool
+            assert bool(torch.isfinite(pool.kv).all())
+            outputs.append([runtime.generate(input_ids=ids, sampling_params=params)["output_ids"] for ids in wanted])
+            runtime.engine.call(runtime.scheduler.check)
+            assert bool(torch.isfinite(pool.kv).all())
+    assert outputs[0] == outputs[1]  # one at a time: the same kernels in the same order, so the same bits

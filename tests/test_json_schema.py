@@ -477,7 +477,7 @@ def test_walks_over_realistic_schemas_validate(seed, default_model_folder):
 def test_walks_on_real_tokenizers_validate(name):
     from .real_tokenizers import load
 
-    walk_over(pytest.importorskip("jsonschema"), load(name), seed=name, schemas=25, walks=5)
+    walk_over(pytest.importorskip("jsonschema"), load(name), seed=name, schemas=100, walks=5)
 
 
 def walk_over(jsonschema, tokenizer, seed, schemas: int, walks: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import http.client
+import itertools
 import json
 import os
 import random
@@ -32,6 +33,7 @@ from .http_client import call, events, get, open_socket, post, wait_until
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 LONG = {**GREEDY, "max_new_tokens": 400}
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +112,7 @@ def test_generate_streams_growing_text(url, runtime):
     whole = runtime.generate("abc", params)
     assert chunks[-1]["text"] == whole["text"] and chunks[-1]["output_ids"] == whole["output_ids"]
     assert chunks[-1]["meta_info"]["finish_reason"] == {"type": "length"}
-    for before, chunk in zip(chunks, chunks[1:], strict=False):
+    for before, chunk in itertools.pairwise(chunks):
         assert chunk["text"].startswith(before["text"]) and before["meta_info"]["finish_reason"] is None
     scored = {"text": "abc", "sampling_params": params, "return_logprob": True, "return_text_in_logprobs": True}
     entries = list(events(url, "/generate", scored))[-1]["meta_info"]["output_token_logprobs"]
@@ -120,11 +122,11 @@ def test_generate_streams_growing_text(url, runtime):
 def test_generate_streams_several_at_once(url, runtime):
     params = {"max_new_tokens": 12, "seed": 3, "n": 2, "ignore_eos": True}
     prompts = ["abc", "de", "f"]
-    last = {}
+    last = dict.fromkeys(range(6), "")
     for chunk in events(url, "/generate", {"text": prompts, "sampling_params": params}):
-        assert last.get(chunk["index"], {"text": ""})["text"] == chunk["text"][: len(last.get(chunk["index"], {"text": ""})["text"])]
-        last[chunk["index"]] = chunk
-    assert [last[i]["text"] for i in range(6)] == texts(runtime, prompts, params)
+        assert chunk["text"].startswith(last[chunk["index"]])
+        last[chunk["index"]] = chunk["text"]
+    assert list(last.values()) == texts(runtime, prompts, params)
 
 
 def test_stop_strings_and_their_text_in_a_stream(url, runtime):
@@ -190,8 +192,8 @@ def test_neg_inf_logprob_json(url):
         logprobs = answer.json["choices"][0]["logprobs"]
         values = [*logprobs["token_logprobs"], *(v for top in logprobs["top_logprobs"] for v in top.values())]
         assert len(values) > 3 and all(-9999.0 <= v <= 0 for v in values)
-        sampling = {"max_new_tokens": 3, **more}
-        reply = post(url, "/generate", {"text": "a", "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 5})
+        scored = {"return_logprob": True, "top_logprobs_num": 5}
+        reply = post(url, "/generate", {"text": "a", "sampling_params": {"max_new_tokens": 3, **more}, **scored})
         assert reply.status == 200 and b"Infinity" not in reply.body
 
 
@@ -200,7 +202,7 @@ def test_disconnect_nonstream_not_cancelled(url, runtime):
     for path, body in {
         "/generate": {"text": "abc", "sampling_params": LONG},
         "/v1/completions": {"prompt": "abc", "max_tokens": 400, "ignore_eos": True},
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 400, "n": 3, "ignore_eos": True},
+        "/v1/chat/completions": {**CHAT, "max_tokens": 400, "n": 3, "ignore_eos": True},
     }.items():
         before = runtime.stats()["output_tokens"]
         sock = open_socket(url, path, body)
@@ -223,6 +225,21 @@ def test_disconnect_keeps_generating(url, runtime):
     engines.check_idle(runtime)
 
 
+def test_detok_leaks_prompt_on_partial_utf8(url, runtime):
+    """case detok-leaks-prompt-on-partial-utf8: a prompt that ends inside a character; only generated text comes."""
+    pepper = "\U0001f336"
+    table = {data: i for i, data in enumerate(runtime.tokenizer.all_token_bytes()) if len(data) == 1}
+    prompt = [table[bytes([byte])] for byte in b"Hello world " + pepper.encode()[:2]]
+    bias = {str(table[pepper.encode()[2:3]]): 100, str(table[b"!"]): -100}
+    body = {"prompt": prompt, "max_tokens": 1, "logit_bias": bias}
+    text = "".join(c["choices"][0]["text"] for c in events(url, "/v1/completions", body))
+    assert "Hello" not in text and text == post(url, "/v1/completions", body).json["choices"][0]["text"]
+    whole = [*prompt, table[pepper.encode()[2:3]]]
+    bias = {str(table[pepper.encode()[3:]]): 100}
+    body = {"prompt": whole, "max_tokens": 1, "logit_bias": bias}
+    assert "".join(c["choices"][0]["text"] for c in events(url, "/v1/completions", body)) == pepper
+
+
 def test_missing_chat_template(tmp_path):
     """case missing-chat-template-500, over HTTP."""
     from . import tiny_models
@@ -241,7 +258,6 @@ def test_missing_chat_template(tmp_path):
 
 # ---- errors -----
 
-CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
 WRONG = {
     "not JSON": ("/v1/completions", b"{", None),
     "not an object": ("/v1/completions", b"[1]", None),
@@ -275,6 +291,8 @@ WRONG = {
     "large schema": ("/v1/completions", {"prompt": "a", "json_schema": {"const": "a" * 2001}}, "json_schema"),
     "schema": ("/v1/completions", {"prompt": "a", "json_schema": {"type": "no type"}}, "json_schema"),
     "two grammars": ("/v1/completions", {"prompt": "a", "regex": "a", "json_schema": {}}, None),
+    "stops": ("/v1/completions", {"prompt": "a", "stop": [str(i) for i in range(65)]}, "stop"),
+    "native stops": ("/generate", {"text": "a", "sampling_params": {"stop": [f"a{i}" for i in range(65)]}}, "stop"),
     "best_of": ("/v1/completions", {"prompt": "a", "best_of": 3}, "best_of"),
     "suffix": ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
     "no messages": ("/v1/chat/completions", {"messages": []}, "messages"),
@@ -285,12 +303,14 @@ WRONG = {
     "functions": ("/v1/chat/completions", {**CHAT, "functions": []}, "functions"),
     "tool_choice": ("/v1/chat/completions", {**CHAT, "tool_choice": "auto"}, "tool_choice"),
     "response_format": ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_schema"}}, None),
-    "template": ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+    "template": ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"chat_template": "x"}},
+                 "chat_template_kwargs"),
     "two prompts": ("/generate", {"text": "a", "input_ids": [1]}, "text"),
     "no prompt": ("/generate", {}, "text"),
     "sampling_params": ("/generate", {"text": "a", "sampling_params": {"max_tokens": 3}}, None),
     "n": ("/generate", {"text": "a", "sampling_params": {"n": 1000}}, "n"),
-    "logprob_start_len": ("/generate", {"text": "a", "logprob_start_len": 5, "return_logprob": True}, "logprob_start_len"),
+    "logprob_start_len": ("/generate", {"text": "a", "logprob_start_len": 5, "return_logprob": True},
+                          "logprob_start_len"),
     "embeds": ("/generate", {"text": "a", "input_embeds": []}, "input_embeds"),
     "rid": ("/abort_request", {}, "rid"),
     "embeddings": ("/v1/embeddings", {"input": "a"}, None),
@@ -340,7 +360,8 @@ def test_a_full_queue_answers_429_and_empties(url, server, runtime):
     body = {"text": ["abc"] * 8, "sampling_params": LONG}
     socks = [open_socket(url, "/generate", body) for _ in range(6)]  # 48 = 8 running + 40 queued
     wait_until(lambda: server._service.admission.live == 48)
-    for path, more in {"/generate": {"text": "a"}, "/v1/chat/completions": CHAT, "/v1/completions": {"prompt": "a"}}.items():
+    small = {"/generate": {"text": "a"}, "/v1/chat/completions": CHAT, "/v1/completions": {"prompt": "a"}}
+    for path, more in small.items():
         answer = post(url, path, more)
         assert answer.status == 429 and answer.error["code"] == "queue_full"
         assert 1 <= int(answer.headers["Retry-After"]) <= 60
@@ -431,9 +452,11 @@ def test_disconnects_at_random_moments_leave_nothing(url, runtime, server):
 
 def test_a_slow_reader_slows_nobody_and_holds_no_memory(url, runtime, server):
     body = {"text": "abc", "sampling_params": {**LONG, "n": 4}, "return_logprob": True, "stream": True}
+    before = runtime.stats()["requests"]
     slow = [open_socket(url, "/generate", body, receive_buffer=4096) for _ in range(2)]
-    wait_until(lambda: not runtime.stats()["running"], 60)  # their sequences end though nobody reads
-    assert server._service.admission.live == 0  # and do not count in the queue any more
+    wait_until(lambda: runtime.stats()["requests"] == before + 8, 60)  # their sequences end though nobody reads
+    wait_until(lambda: server._service.admission.live == 0)  # and do not count in the queue any more
+    assert len(server._service.jobs) == 2
     begin = time.monotonic()
     assert post(url, "/generate", {"text": "abc", "sampling_params": {"max_new_tokens": 20}}).status == 200
     assert time.monotonic() - begin < 5
@@ -565,7 +588,7 @@ def test_api_key(runtime):
     with Server(runtime, port=0, api_key="sécret") as server:
         for key in (None, "", "Bearer", "Bearer x", "Bearer secret", "Basic sécret", "sécret"):
             headers = {} if key is None else {"Authorization": key.encode().decode("latin-1")}
-            for method, path in (("GET", "/v1/models"), ("POST", "/generate"), ("GET", "/metrics"), ("GET", "/nothing")):
+            for method, path in zip(("GET", "POST", "GET", "GET"), ("/v1/models", "/generate", "/metrics", "/nothing")):
                 answer = call(server.url, method, path, **headers)
                 assert answer.status == 401 and answer.error["code"] == "invalid_api_key"
         right = {"Authorization": "Bearer sécret".encode().decode("latin-1")}
@@ -602,7 +625,7 @@ def test_servers_come_and_go(runtime):
     async def in_a_running_loop():
         with Server(runtime, port=0) as one, Server(runtime, port=0, model_names=["m"]) as two:
             assert one.url != two.url and "m" in repr(two)
-            return await asyncio.to_thread(post, two.url, "/generate", {"text": "a", "sampling_params": {"max_new_tokens": 1}})
+            return await asyncio.to_thread(post, two.url, "/v1/completions", {"prompt": "a", "max_tokens": 1})
 
     assert asyncio.run(in_a_running_loop()).status == 200
     server = Server(runtime, port=0)
@@ -644,6 +667,18 @@ def test_closing_aborts_after_its_time(runtime):
     thread.join()
     assert done[0]["meta_info"]["finish_reason"]["type"] == "abort"
     engines.check_idle(runtime)
+
+
+def test_closing_does_not_wait_for_a_client_that_does_not_read(runtime):
+    server = Server(runtime, port=0)
+    before = runtime.stats()["requests"]
+    body = {"text": "abc", "sampling_params": {**LONG, "n": 4}, "return_logprob": True, "stream": True}
+    sock = open_socket(server.url, "/generate", body, receive_buffer=4096)
+    wait_until(lambda: runtime.stats()["requests"] == before + 4)
+    begin = time.monotonic()
+    server.close(0.1)
+    assert time.monotonic() - begin < 15 and not server.serving
+    sock.close()
 
 
 def test_a_runtime_that_was_shut_down_is_a_503():
@@ -698,5 +733,6 @@ def test_sigterm_drains_and_ends():
 def test_wrong_options_are_one_line():
     from minisgl.__main__ import main
 
-    for argv in (["--port", "99999"], ["--mem-fraction", "2"], ["--drain-timeout", "-1"], ["--chat-template", "/no/file"]):
+    wrong = {"--port": "99999", "--mem-fraction": "2", "--drain-timeout": "-1", "--chat-template": "/no/file"}
+    for argv in wrong.items():
         assert main(["serve", "--model", str(engines.folder()), "--kv-capacity", "100", *argv]) == 2

@@ -406,7 +406,6 @@ class View {
   tick() {
     clearTimeout(this.timer);
     this.timer = setTimeout(() => {
-      if (!this.root.isConnected) return this.pause();
       if (this.at >= this.last) {
         this.pause();
         this.following = this.live;

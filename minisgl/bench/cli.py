@@ -161,8 +161,6 @@ def check(args: argparse.Namespace) -> None:
         _refuse(args, what, *meaningless, "scale", "tokenizer", *(["requests"] if args.all else []))
         if in_suite(args):
             _refuse(args, what, "compare_requests", "compare_batch")
-            if args.reps > 1:
-                raise BenchError("--runs means nothing to programs: each variant runs once")
         elif any(peer != "hf" for peer in args.compare):
             raise BenchError(f"--compare: only hf runs {name} alone; the others do with --ablate, or its twin")
     if args.no_baseline and args.ablate:

@@ -16,7 +16,7 @@ class SglangPlayer(Player):
     """model: see `peers.run_peer`."""
 
     def __init__(self, model: dict[str, Any], jobs: Sequence[Job]):
-        import sglang
+        import sglang  # pyright: ignore[reportMissingImports]
 
         self.has_tokenizer = model["has_tokenizer"]
         self.engine: Any = sglang.Engine(

@@ -31,7 +31,7 @@ class VllmPlayer(Player):
     def __init__(self, model: dict[str, Any], jobs: Sequence[Job]):
         for name, value in SETTINGS.items():  # this process is the peer's own
             os.environ.setdefault(name, value)
-        from vllm import LLM
+        from vllm import LLM  # pyright: ignore[reportMissingImports]
 
         tokens: dict[str, Any] = {} if model["has_tokenizer"] else {"skip_tokenizer_init": True}
         self.llm: Any = LLM(
@@ -47,7 +47,7 @@ class VllmPlayer(Player):
         )
 
     def prepare(self, asks: Sequence[Ask]) -> Any:
-        from vllm import SamplingParams
+        from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
         prompts = [
             ask.prompt if isinstance(ask.prompt, str) else {"prompt_token_ids": ask.prompt.tolist()} for ask in asks
@@ -59,7 +59,7 @@ class VllmPlayer(Player):
         common: dict[str, Any] = {"temperature": ask.temperature, "max_tokens": ask.max_new_tokens, "seed": ask.seed}
         if ask.regex is None:
             return make(**common, ignore_eos=True, detokenize=False)
-        from vllm.sampling_params import StructuredOutputsParams
+        from vllm.sampling_params import StructuredOutputsParams  # pyright: ignore[reportMissingImports]
 
         return make(**common, structured_outputs=StructuredOutputsParams(regex=ask.regex))
 

@@ -88,8 +88,10 @@ def _plain_ask(ask: Ask) -> dict[str, Any]:
 
 
 def _ask(entry: dict[str, Any]) -> Ask:
-    prompt = entry["prompt"]
-    return Ask(**(entry | {"prompt": prompt if isinstance(prompt, str) else np.array(prompt, np.int32)}))
+    fields = dict(entry)
+    if not isinstance(entry["prompt"], str):
+        fields["prompt"] = np.array(entry["prompt"], np.int32)
+    return Ask(**fields)
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,8 @@ def require(name: str) -> None:
 def run_peer(name: str, jobs: Sequence[Job], reps: int, model: dict[str, Any]) -> Outcome:
     """Play `jobs` `reps` times each on peer `name`, in a process of its own.
 
-    model: folder, load_format, dtype, device, max_context, has_tokenizer.  Raises BenchError with the last line that
-    the process wrote if it fails.
+    model: folder, gguf (or None), load_format, dtype, device, max_context, has_tokenizer.  Raises BenchError, with the
+    reason, if it fails.
     """
     require(name)
     with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as scratch:

@@ -42,13 +42,14 @@ class HuggingFace:
         self.model: Any = cast(Any, model).to(device=torch.device(device), dtype=dtype).eval()
         self.device = torch.device(device)
 
-    def run(self, requests: Sequence[BenchRequest], batch: int) -> Run:
-        """Answer the requests in batches of `batch`, after one of few tokens as a warm-up."""
+    def run(self, requests: Sequence[BenchRequest], batch: int, warm: bool = True) -> Run:
+        """Answer the requests in batches of `batch`, after one of few tokens as a warm-up (`warm`)."""
         order = sorted(
             range(len(requests)), key=lambda i: (requests[i].max_new_tokens, len(requests[i].prompt))
         )
         batches = [order[i : i + batch] for i in range(0, len(order), batch)]
-        self._generate([requests[i].prompt[-16:].tolist() for i in batches[0]], 2)
+        if warm:
+            self._generate([requests[i].prompt[-16:].tolist() for i in batches[0]], 2)
         outputs: dict[int, list[int]] = {}
         with tqdm(total=len(requests), desc="Hugging Face generate", unit="req") as bar:
             begin = time.perf_counter()

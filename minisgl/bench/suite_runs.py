@@ -1,8 +1,12 @@
 """`bench.py --workload tot`, `--all`: workloads of programs, with mechanisms switched off, and beside other engines.
 
-    for each Runtime that the variants need (`variants`):
-        for each workload:  flush, run its programs, keep every request (`recorder`)
+    for each workload:
+        for each variant (`variants`):  flush, run its programs, keep every request (`recorder`)
     peers, each in its own process, play the requests that were recorded
+
+On a CPU all Runtimes that the variants need are there from the beginning, idle but for the one that is measured, so
+that what is compared is measured one right after the other. On a GPU each has the whole memory: one after the other,
+and for each all workloads.
 
 All programs of a workload are started at once and the clock runs to the last one's end. Generation is greedy, so every
 variant must return the same texts; where one does not, the first differing token's lead over the other is looked up:
@@ -13,7 +17,8 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +38,7 @@ ALL = (
     "fewshot", "hellaswag", "react", "generative-agents", "tot", "tot-deep", "sot", "judge", "rag", "prefix-groups",
     "multiturn-short", "json", "json-schema", "multiturn-long", "uniform",
 )  # fmt: skip
+KV, KV_QUICK = 40_960, 16_384  # tokens in a KV pool on a CPU: nothing has to be evicted
 
 
 @dataclass
@@ -64,23 +70,46 @@ def execute(args: Namespace, make_runtime: Callable[..., Any]) -> Outcome:
     names = list(ALL) if args.all else args.workload
     outcome = Outcome({name: {} for name in names})
     works: dict[str, Programs | list[BenchRequest]] = {}
-    options = {"device": args.device, "dtype": args.dtype, "load_format": args.load_format, **dict(args.settings)}
-    for engine, variants in by_engine(VARIANTS[name] for name in chosen):
-        with make_runtime(args.model, **(options | engine)) as runtime:
-            if not works:
-                outcome.about = about(args, runtime) | {"quick": args.quick}
-                outcome.about["workload"] = "all" if args.all else names[0]
-                options["dtype"] = outcome.about["dtype"]  # "auto" is measured at each start
-                setting = setting_for(args, runtime)
-                works = {name: _build(name, setting) for name in names}
-            warm_up(runtime)
-            for name, work in works.items():
+    for engines in _engines(args, make_runtime, [VARIANTS[name] for name in chosen]):
+        if not works:
+            runtime = engines[0][0]
+            outcome.about = about(args, runtime) | {"quick": args.quick}
+            outcome.about["workload"] = "all" if args.all else names[0]
+            setting = setting_for(args, runtime)
+            works = {name: _build(name, setting) for name in names}
+        for name, work in works.items():
+            for runtime, variants in engines:
                 for variant in variants:
                     if variant.applies(name in PROGRAMS, name in PROGRAMS and PROGRAMS[name].constrained):
-                        _one(outcome, name, work, variant, runtime)
+                        _one(outcome, name, work, variant, runtime, args.reps)
     for peer in dict.fromkeys(args.compare):
         _peer(outcome, peer, args)
     return outcome
+
+
+def _engines(
+    args: Namespace, make_runtime: Callable[..., Any], variants: Sequence[Variant]
+) -> Iterator[list[tuple[Any, list[Variant]]]]:
+    """Runtimes, warm, with the variants that run on them: all in one list on a CPU, one a list on a GPU."""
+    from ..sizing import choose_device
+
+    options = {"device": args.device, "dtype": args.dtype, "load_format": args.load_format}
+    if choose_device(args.device).type == "cpu":
+        options["kv_capacity"] = KV_QUICK if args.quick else KV  # several pools have to fit side by side
+    options |= dict(args.settings)
+    with ExitStack() as stack:
+        held: list[tuple[Any, list[Variant]]] = []
+        for engine, group in by_engine(variants):
+            runtime = stack.enter_context(make_runtime(args.model, **(options | engine)))
+            options["dtype"] = str(runtime.dtype).removeprefix("torch.")  # "auto" is measured at each start
+            warm_up(runtime)
+            held.append((runtime, group))
+            if str(runtime.device).startswith("cuda"):
+                yield held
+                held = []
+                stack.pop_all().close()
+        if held:
+            yield held
 
 
 def _build(name: str, setting: Any) -> Programs | list[BenchRequest]:
@@ -100,10 +129,14 @@ def warm_up(runtime: Any) -> None:
     runtime.flush_cache()
 
 
-def _one(outcome: Outcome, name: str, work: Any, variant: Variant, runtime: Any) -> None:
-    runtime.flush_cache()
-    execute = run_programs if isinstance(work, Programs) else run_requests
-    run = execute(runtime, work, variant, f"{name}, {variant.name}")
+def _one(outcome: Outcome, name: str, work: Any, variant: Variant, runtime: Any, reps: int) -> None:
+    """Run one workload on one variant, `reps` times on an empty cache, and keep the run with the median time."""
+    execute: Callable[..., SuiteRun] = run_programs if isinstance(work, Programs) else run_requests
+    runs = []
+    for _ in range(reps):
+        runtime.flush_cache()
+        runs.append(execute(runtime, work, variant, f"{name}, {variant.name}"))
+    run = sorted(runs, key=lambda run: run.seconds)[(reps - 1) // 2]
     full = outcome.runs[name].get("full")
     if full is not None:
         run.equality = compare(full, run, runtime)
@@ -152,6 +185,7 @@ def _peer(outcome: Outcome, peer: str, args: Namespace) -> None:
     source = resolve_model(args.model, args.load_format)
     model = {
         "folder": str(source.folder),
+        "gguf": None if source.gguf is None else str(source.gguf),
         "load_format": "dummy" if source.dummy else "auto",
         "dtype": outcome.about["dtype"],
         "device": outcome.about["device"],

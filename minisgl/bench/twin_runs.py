@@ -85,12 +85,11 @@ def _model(args: Namespace, scratch: Path) -> dict[str, Any]:
             raise BenchError(f"--model {name} is a shape without weights: it needs --load-format dummy")
         name = str(shape_folder(name, scratch, args.tokenizer))
     source = resolve_model(name, args.load_format)
-    if source.gguf is not None and args.compare:
-        raise BenchError("--compare on token-level workloads needs a folder with config.json, not a .gguf file")
     has_tokenizer = any((source.folder / file).exists() for file in ("tokenizer.json", "tokenizer.model"))
     return {
         "name": args.model or source.name,
-        "folder": str(source.folder if source.gguf is None else source.gguf),
+        "folder": str(source.folder),
+        "gguf": None if source.gguf is None else str(source.gguf),
         "load_format": "dummy" if source.dummy else "auto",
         "dtype": args.dtype,
         "device": args.device,
@@ -113,7 +112,7 @@ def _ours(
     options = {"max_context": model["max_context"], "dtype": args.dtype, "device": args.device}
     options |= dict(args.settings) | switch
     begin = time.perf_counter()
-    with make_runtime(model["folder"], load_format=model["load_format"], **options) as runtime:
+    with make_runtime(model["gguf"] or model["folder"], load_format=model["load_format"], **options) as runtime:
         variant = Variant(name, time.perf_counter() - begin)
         for job in jobs:
             variant.add(job.name, measure(RuntimePlayer(runtime), job, args.reps, name))

@@ -32,7 +32,7 @@ def chat(s, questions, tokens):
 def _build(setting: Setting, long: bool) -> Programs:
     rng = setting.rng(0)
     count = setting.count(gpu=64, cpu=8, quick=3 if long else 5)
-    low, high = (4, 8) if not long else (256, 512) if setting.on_gpu else (24, 48) if setting.quick else (48, 96)
+    low, high = (4, 8) if not long else (256, 512) if setting.on_gpu else (16, 32) if setting.quick else (48, 96)
     calls = []
     for _ in range(count):
         questions = [question(rng, sentences=24 if setting.on_gpu else 6) for _ in range(TURNS)]

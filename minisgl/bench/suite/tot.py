@@ -68,7 +68,7 @@ def _build(setting: Setting, branches: int, levels: int, quick: int) -> Programs
     rng = setting.rng(0)
     count = setting.count(gpu=32, cpu=3, quick=quick)
     questions = problems(rng, count) if setting.data is None else read(setting.data)[:count]
-    tokens = 64 if setting.on_gpu else 8 if setting.quick else 24
+    tokens = 64 if setting.on_gpu else 6 if setting.quick else 24
     shape = {"branches": branches, "levels": levels, "tokens": tokens}
     return Programs(tree_of_thought, [{"question": question, **shape} for question in questions])
 
