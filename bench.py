@@ -1,4 +1,4 @@
-"""Benchmarks: `python bench.py --all --quick`, `python bench.py --workload tot --ablate` (see `--help` and minisgl/bench).
+"""Benchmarks: `python bench.py --all --quick`, `python bench.py --workload tot --ablate` (see `--help`, minisgl/bench).
 
 Measures what the engine's mechanisms are worth on a real model: the same programs or requests, worked off with
 everything on and with mechanisms off, in one process, one after the other, and on other engines that are installed.

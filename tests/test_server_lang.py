@@ -14,6 +14,7 @@ pytest.importorskip("prometheus_client", reason='needs pip install "minisgl[serv
 
 import minisgl as sgl
 from minisgl import Server
+from minisgl.server_jobs import Limits
 
 from . import engines, test_lang_runtime
 from .http_client import wait_until
@@ -81,18 +82,18 @@ def test_select(runtime, endpoint, method):
     assert there.get_meta_info("c")["scores"] == pytest.approx(here.get_meta_info("c")["scores"], abs=1e-2)
 
 
-def test_constrained_gen(endpoint):
+def test_constrained_gen(tiny, tiny_endpoint):
     @sgl.function
     def f(s):
         s += "A date: " + sgl.gen("date", regex=r"[0-9]{4}-[0-9]{2}-[0-9]{2}") + "\n"
-        s += "A number: " + sgl.gen_int("number") + "\n"
-        s += "A person: " + sgl.gen("person", max_tokens=40, json_schema=json.dumps({
+        s += "A number: " + sgl.gen_int("number", max_tokens=30) + "\n"
+        s += "A person: " + sgl.gen("person", max_tokens=60, json_schema=json.dumps({
             "type": "object", "properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"],
             "additionalProperties": False}))  # fmt: skip
 
-    state = f.run(backend=endpoint, temperature=0)
-    assert re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", state["date"]) and isinstance(int(state["number"]), int)
-    assert set(json.loads(state["person"])) == {"name"}
+    here, there = (f.run(backend=backend, temperature=1.0, seed=3) for backend in (tiny, tiny_endpoint))
+    assert re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", there["date"]) and isinstance(int(there["number"]), int)
+    assert set(json.loads(there["person"])) == {"name"} and there.text() == here.text()
 
 
 def test_batch_in_order_with_n_and_options(tiny, tiny_endpoint):
@@ -183,6 +184,16 @@ def test_a_failing_program_ends_its_requests(tiny, tiny_endpoint):
             call()
         wait_until(lambda: not tiny.stats()["running"] + tiny.stats()["waiting"])
     engines.check_idle(tiny)
+
+
+def test_a_full_queue_is_waited_for(tiny):
+    """More programs at once than the server takes: 429s are tried again, streams too, and all end."""
+    f = sgl.function(lambda s, i: s.__iadd__(f"{i} " + sgl.gen("a", max_tokens=4)))
+    with Server(tiny, port=0, limits=Limits(max_queued=0)) as server:
+        server._service.admission.limit = 2
+        endpoint = sgl.RuntimeEndpoint(server.url, parallelism=6, retry_wait=0.01, max_retries=50)
+        states = [f.run(i, backend=endpoint, ignore_eos=True, stream=i % 2 == 0) for i in range(4)]
+        assert [state.get_meta_info("a")["completion_tokens"] for state in states] == [4] * 4
 
 
 def test_no_server_and_a_wrong_key(endpoint):

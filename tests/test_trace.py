@@ -103,6 +103,7 @@ DEPENDENT = {
     "slice": lambda s, x: x[1:],
     "attribute": lambda s, x: x.name,
     "text": lambda s, x: s.text(),
+    "fork": lambda s, x: s.fork(x),
 }
 
 

@@ -401,7 +401,7 @@ def follow_programs(lab: Lab) -> None:
     shot(driver, "lab_live")
     lab.run(5)
     wait(driver, lambda: lab.status() == "busy" and live.step > int(found[1]), "it runs again")
-    driver.execute_script("jupyterapp.commands.execute('notebook:interrupt-kernel')")
+    driver.execute_script(f"({PANEL}).sessionContext.session.kernel.interrupt(); return 0")
     wait(driver, lambda: "interrupted" in lab.output(5), "it is interrupted")
 
 

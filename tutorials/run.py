@@ -38,6 +38,7 @@ def execute(path: Path, folder: Path = HERE, time_limit: int = TIME_LIMIT) -> nb
     client = NotebookClient(
         notebook,
         timeout=time_limit,
+        startup_timeout=time_limit,
         kernel_name="python3",
         record_timing=False,
         store_widget_state=False,

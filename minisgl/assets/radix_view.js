@@ -263,7 +263,7 @@ class View {
     this.live = Boolean(options.live);
     this.following = this.live;
     this.items = new Map(); // node id -> its elements and where they are now
-    this.timer = this.frame = 0;
+    this.timer = this.frame = this.waiting = 0;
     this.build(element);
     this.observer = new ResizeObserver(() => {
       const width = this.tree.clientWidth;
@@ -309,7 +309,12 @@ class View {
     this.speedBox.value = "1";
     this.speedBox.addEventListener("change", () => (this.speed = Number(this.speedBox.value)));
     this.requestBox = make("select", { "aria-label": "Jump to a request", title: "Jump to the next step of a request" });
-    this.requestBox.addEventListener("change", () => this.jump(this.requestBox.value));
+    this.requestBox.append(make("option", { value: "" }, "request…"));
+    this.requestBox.addEventListener("focus", () => this.listRequests());
+    this.requestBox.addEventListener("change", () => {
+      this.jump(this.requestBox.value);
+      this.requestBox.value = "";
+    });
     this.liveButton = button("● live", "Follow the engine", () => this.follow(), "l");
     this.liveButton.classList.add("mv-live");
     this.idsButton = button("ids", "Token ids instead of text", () => this.showIds(), "i");
@@ -422,10 +427,14 @@ class View {
     if (places) this.go(places.find((i) => i > this.at) ?? places[0]);
   }
 
-  grown(live) { // the story has new steps
+  grown(live) { // the story has new steps: draw soon, and once for all that come until then
     this.live = live;
-    if (this.following) this.show(this.last, true);
-    else this.controls();
+    if (this.waiting) return;
+    this.waiting = setTimeout(() => {
+      this.waiting = 0;
+      if (this.following) this.show(this.last, true);
+      else this.controls();
+    }, 120);
   }
 
   scale(by) {
@@ -493,6 +502,7 @@ class View {
         item.leaving = true;
       }
     this.rootStub();
+    this.reveal(step);
     this.animate(duration);
     this.drawPool();
     this.drawCurves();
@@ -542,6 +552,14 @@ class View {
     for (const element of [item.edge, item.group]) element.style.setProperty("--mv-order", Math.max(order, 0));
     item.stub.replaceChildren();
     if (box.hidden) item.stub.append(...stub(w + 19, 0, box.stubY - box.y, box.hidden, box.hiddenTokens));
+  }
+
+  reveal(step) { // of a tree that is taller than its frame, the part where something happens
+    const marked = [...(step.n || []), ...(step.h || []).slice(-1), ...(step.g || []).map((node) => node[0])];
+    const places = marked.map((id) => this.placed.boxes.get(id)).filter(Boolean).map((box) => box.y * this.zoom);
+    const { scrollTop, clientHeight } = this.tree;
+    if (!places.length || places.some((y) => y > scrollTop + 20 && y < scrollTop + clientHeight - 20)) return;
+    this.tree.scrollTop = Math.min(...places) - clientHeight / 2;
   }
 
   rootStub() {
@@ -655,12 +673,12 @@ class View {
       lines.push(make("li", i === position ? { "aria-current": "step" } : {}, line));
     }
     this.log.replaceChildren(...lines);
-    if (this.requestBox.options.length - 1 !== this.story.requests.size && document.activeElement !== this.requestBox) {
-      this.requestBox.replaceChildren(make("option", { value: "" }, "request…"),
-        ...[...this.story.requests.keys()].map((rid) => make("option", { value: rid }, rid)));
-    }
     this.requestBox.style.display = this.story.requests.size ? "" : "none";
-    this.requestBox.value = "";
+  }
+
+  listRequests() { // when it is opened: a long run has thousands
+    this.requestBox.replaceChildren(make("option", { value: "" }, "request…"),
+      ...[...this.story.requests.keys()].map((rid) => make("option", { value: rid }, rid)));
   }
 
   describe() {
@@ -681,6 +699,7 @@ class View {
 
   close() {
     this.pause();
+    clearTimeout(this.waiting);
     cancelAnimationFrame(this.frame);
     this.observer.disconnect();
   }

@@ -19,24 +19,30 @@ import threading
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, TypeVar
 
 from ..chat import Render
 from ..chat_template import ChatTemplate
 from ..choices import plan
 from .base import BlockingBackend, Job, Prompt, Reply, retry_status, with_retries
 
+T = TypeVar("T")
 Scored = list[tuple[float | None, int]]
 WINDOW = 16  # prompt tokens before a choice that are looked at first; if all of them differ, everything is
 
 
 class EndpointError(RuntimeError):
-    """The server answered with an error.  status_code: its HTTP status."""
+    """The server answered with an error.  status_code: its HTTP status; retry_after: seconds, if it named some."""
 
-    def __init__(self, message: str, status_code: int):
+    def __init__(self, message: str, status_code: int, retry_after: float = 0.0):
         super().__init__(message)
-        self.status_code = status_code
+        self.status_code, self.retry_after = status_code, retry_after
+
+
+def _retryable(error: BaseException) -> float | None:
+    asked = retry_status(error)
+    return asked if asked is None else max(asked, getattr(error, "retry_after", 0.0))
 
 
 class RuntimeEndpoint(BlockingBackend):
@@ -163,11 +169,11 @@ class RuntimeEndpoint(BlockingBackend):
     # ---- HTTP ------------------------------------------------------------------------------------------------------
 
     def _generate(self, payload: dict[str, Any]) -> Any:
+        return self._retried(lambda: self._post("/generate", payload))
+
+    def _retried(self, call: Callable[[], T]) -> T:
         return with_retries(
-            lambda: self._post("/generate", payload),
-            retryable=retry_status,
-            attempts=self.max_retries + 1,
-            first_wait=self.retry_wait,
+            call, retryable=_retryable, attempts=self.max_retries + 1, first_wait=self.retry_wait
         )
 
     def _stream(self, job: Job, payload: dict[str, Any]) -> Reply:
@@ -182,7 +188,7 @@ class RuntimeEndpoint(BlockingBackend):
         return Reply(text, meta)
 
     def _events(self, payload: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        with self._open("POST", "/generate", payload) as response:
+        with self._retried(lambda: self._open("POST", "/generate", payload)) as response:
             for line in response:
                 if line.startswith(b"data:"):
                     data = line[len(b"data:") :].strip()
@@ -228,7 +234,9 @@ class RuntimeEndpoint(BlockingBackend):
                 message = body.decode("utf-8", "replace")[:300]
             if error.code == 400:
                 raise ValueError(message) from None
-            raise EndpointError(f"{self.base_url}{path}: {error.code}: {message}", error.code) from None
+            asked = error.headers.get("Retry-After") or ""
+            retry_after = float(asked) if asked.isdecimal() else 0.0
+            raise EndpointError(f"{self.base_url}{path}: {error.code}: {message}", error.code, retry_after) from None
         except urllib.error.URLError as error:
             raise ConnectionError(f"no server answers at {self.base_url}: {error.reason}") from error
 
