@@ -212,7 +212,7 @@ async def drive(
         async def client() -> None:
             while left:
                 index, row = left.pop()
-                stream = index % 100 < streamed * 100
+                stream = int((index + 1) * streamed) > int(index * streamed)
                 payload = {
                     "input_ids": row,
                     "stream": stream,
@@ -374,6 +374,7 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=128, help="requests after which it is the next policy's turn")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no server is left running
     results: dict[str, Any] = {"benchmark": "router", **vars(args)}
     if "tree" in args.parts:
         results["tree"] = run_tree(args)

@@ -22,6 +22,7 @@ a batch to the device, where it stays until the batch's composition changes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -73,6 +74,11 @@ def find_segments(nodes: Sequence[Node | None]) -> tuple[list[Segment], np.ndarr
     The segments of a decode follow one another from position 0 to its own_start.  Parents come before children.
     Takes time in proportion to the depth of the shared part of the tree, for each decode.
     """
+    own_start = np.zeros(len(nodes), np.int32)
+    # most batches share nothing: whoever holds a leaf below the root alone has nothing in common with anybody
+    held = [n for n in nodes if n is not None and n.parent is not None]
+    if sum(n.lock_count > 1 or n.parent.parent is not None for n in held) < 2:  # pyright: ignore[reportOptionalMemberAccess]
+        return [], own_start
     count: dict[int, int] = {}
     paths: list[list[Node]] = []
     for node in nodes:
@@ -84,7 +90,6 @@ def find_segments(nodes: Sequence[Node | None]) -> tuple[list[Segment], np.ndarr
             node = node.parent
         paths.append(path[::-1])
     segments: dict[int, Segment] = {}
-    own_start = np.zeros(len(nodes), np.int32)
     for index, path in enumerate(paths):
         start = end = 0
         for node, below in zip(path, [*path[1:], None]):
@@ -136,7 +141,7 @@ def plan_items(
         edges = np.linspace(segment.start, segment.end, n + 1).astype(int)
         for at in range(0, len(segment.members), width):
             group = segment.members[at : at + width]
-            for piece, (start, end) in enumerate(zip(edges[:-1], edges[1:]), start=first_piece):
+            for piece, (start, end) in enumerate(itertools.pairwise(edges), start=first_piece):
                 items.append((group[0], start, end, len(members), len(group), piece))
             members += group
     if len(items) > max_items:

@@ -193,6 +193,19 @@ def test_a_cache_of_whole_sequences_finds_less_than_the_tree(engines):
     assert shares["whole"].achieved < shares["on"].achieved - 0.1
 
 
+def test_the_order_of_service_matters_when_the_cache_cannot_hold_everything():
+    """Two groups of eight, room for one group's prefix: as in the paper's figure 8, each switch costs hits."""
+    rng = np.random.default_rng(0)
+    prefixes = rng.integers(5, 250, (2, 100))
+    prompts = [np.concatenate([prefixes[i % 2], rng.integers(5, 250, 6)]).astype(np.int32) for i in range(16)]
+    work = [BenchRequest(prompts[i], 1) for i in rng.permutation(16)]
+    shares = {}
+    for name in ("full", "random", "fcfs", "no tree", "no cache"):
+        with make(kv_capacity=140, chunk_size=64, **VARIANTS[name].engine) as runtime:
+            shares[name] = hit_rate(run_requests(runtime, work, VARIANTS[name]).entries).achieved
+    assert shares["full"] > shares["random"] >= shares["fcfs"] > shares["no tree"] == shares["no cache"] == 0, shares
+
+
 def test_variants_that_share_a_runtime_share_it():
     groups = by_engine(VARIANTS.values())
     assert [variant.name for variant in groups[0][1]] == ["full", "no hint", "no parallelism"]

@@ -160,28 +160,6 @@ def test_a_grammar_that_cannot_be_is_its_callers_error(runtime, bad, names):
     assert runtime.generate("x", {"regex": "ok", "max_new_tokens": 5})["text"] == "ok"
 
 
-def test_default_model_text_is_the_same_with_and_without_jump(default_model_folder):
-    prompts = ["Describe Paris as JSON: ", "Ein Zauberer: "]
-    got = []
-    for jump in (False, True):
-        with Runtime(dtype="float32", jump_forward=jump, kv_capacity=4000) as runtime:
-            schema = {
-                "type": "object",
-                "properties": {
-                    "name": {"type": "string", "maxLength": 20},
-                    "名前": {"enum": ["東京", "😀 ok", "plain"]},
-                },
-                "required": ["name", "名前"],
-                "additionalProperties": False,
-            }
-            replies = runtime.generate(prompts, {"json_schema": schema, "max_new_tokens": 300, "temperature": 0})
-            replies += runtime.generate(prompts, params(max_new_tokens=100))
-            got.append([r["output_ids"] for r in replies])
-            for reply in replies[:2]:
-                json.loads(reply["text"])
-    assert got[0] == got[1]
-
-
 def test_a_chat_template_beside_a_tokenizer_is_refused(folder):
     with pytest.raises(ValueError, match="chat_template is for the model's own tokenizer"):
         Runtime(folder, tokenizer=ByteTokenizer(), chat_template="{{ messages }}")

@@ -8,9 +8,9 @@ from . import grammar_parity
 
 
 def test_a_few_grammars(default_model_folder):
-    chosen = [grammar for i, grammar in enumerate(grammar_parity.grammars()) if i in (9, 32, 45, 46)]
-    findings = grammar_parity.run(default_model_folder, chosen, limit=40)
-    assert findings.wrong == [] and findings.forced > 10 and findings.steps[True] < findings.steps[False]
+    chosen = [grammar for i, grammar in enumerate(grammar_parity.grammars()) if i in (32, 34, 45)]
+    findings = grammar_parity.run(default_model_folder, chosen, limit=30)
+    assert findings.wrong == [] and findings.forced > 5 and findings.steps[True] < findings.steps[False]
     assert findings.logprobs > 0 and findings.finished > 0
 
 

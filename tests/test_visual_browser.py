@@ -222,9 +222,9 @@ from minisgl.visual import RadixView
 @function
 def ask(s, i):
     s += "Answer the question. Question " + "abcdefghij"[i % 10] + str(i) + ": "
-    s += gen("answer", max_tokens=12, temperature=0, ignore_eos=True)
+    s += gen("answer", max_tokens=64, temperature=0, ignore_eos=True)
 
-runtime = Runtime({folder!r}, kv_capacity=1500, dtype="float32", device="cpu", events=True)
+runtime = Runtime({folder!r}, kv_capacity=9000, dtype="float32", device="cpu", events=True)
 view = RadixView(runtime)
 display(view)
 """
@@ -341,7 +341,7 @@ def write(work: Path) -> None:
     cells = (story, "story.goto(4)\nprint(story.step)", LIVE.replace("{folder!r}", repr(str(folder()))), RUN,
              "print(view.step == len(view.steps) - 1, len(view.steps), runtime.stats()['requests'])", INTERRUPTED,
              "import threading; view.close(); story.close(); runtime.shutdown()\n"
-             "print([t.name for t in threading.enumerate() if 'minisgl' in t.name])")  # fmt: skip
+             "print([t.name for t in threading.enumerate() if t.name in ('minisgl-view', 'minisgl-engine')])")  # fmt: skip
     (work / "n.ipynb").write_text(json.dumps(notebook(*cells)))
 
 
@@ -387,7 +387,8 @@ def follow_programs(lab: Lab) -> None:
     live = Page(driver, ".jp-Cell:nth-child(3) .jp-OutputArea")
     lab.idle()
     lab.run(3)
-    wait(driver, lambda: live.step > 3 and lab.status() == "busy", "it follows while the programs run")
+    wait(driver, lambda: live.step > 3, "it follows")
+    assert "ran" not in lab.output(3), "the programs ended before the page had shown any of it"
     seen = live.step
     begin = time.monotonic()
     page.press("Step forward")

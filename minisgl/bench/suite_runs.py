@@ -70,7 +70,9 @@ def execute(args: Namespace, make_runtime: Callable[..., Any]) -> Outcome:
     names = list(ALL) if args.all else args.workload
     outcome = Outcome({name: {} for name in names})
     works: dict[str, Programs | list[BenchRequest]] = {}
-    for engines in _engines(args, make_runtime, [VARIANTS[name] for name in chosen]):
+    variants = [VARIANTS[name] for name in chosen]
+    variants = [variant for variant in variants if any(_applies(variant, name) for name in names)]
+    for engines in _engines(args, make_runtime, variants):
         if not works:
             runtime = engines[0][0]
             outcome.about = about(args, runtime) | {"quick": args.quick}
@@ -78,13 +80,17 @@ def execute(args: Namespace, make_runtime: Callable[..., Any]) -> Outcome:
             setting = setting_for(args, runtime)
             works = {name: _build(name, setting) for name in names}
         for name, work in works.items():
-            for runtime, variants in engines:
-                for variant in variants:
-                    if variant.applies(name in PROGRAMS, name in PROGRAMS and PROGRAMS[name].constrained):
+            for runtime, group in engines:
+                for variant in group:
+                    if _applies(variant, name):
                         _one(outcome, name, work, variant, runtime, args.reps)
     for peer in dict.fromkeys(args.compare):
         _peer(outcome, peer, args)
     return outcome
+
+
+def _applies(variant: Variant, name: str) -> bool:
+    return variant.applies(name in PROGRAMS, name in PROGRAMS and PROGRAMS[name].constrained)
 
 
 def _engines(
