@@ -92,7 +92,7 @@ class Process:
         self._process.wait()
 
     def stop(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
+        self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         self.kill()
@@ -108,10 +108,14 @@ class Workers:
             "serve", "--model", str(folder), "--load-format", "dummy", "--device", "cpu", "--dtype", "float32",
             "--kv-capacity", str(args.kv_capacity), "--max-running-requests", "32",
         ]  # fmt: skip
-        self.processes = [Process(*self._command, "--port", "0") for _ in range(args.workers)]
-        for process in self.processes:
-            process.ready()
-        self.urls = [process.url for process in self.processes]
+        self._count = args.workers
+        self.processes: list[Process] = []
+        self.urls: list[str] = []
+
+    def start(self) -> None:
+        for _ in range(self._count):
+            self.processes.append(Process(*self._command, "--port", "0"))
+        self.urls = [process.ready().url for process in self.processes]
 
     def kill(self, index: int) -> None:
         self.processes[index].kill()
@@ -129,6 +133,7 @@ def workers_of(args: argparse.Namespace) -> Iterator[Workers]:
     with tempfile.TemporaryDirectory() as folder:
         workers = Workers(args, Path(folder))
         try:
+            workers.start()
             yield workers
         finally:
             workers.stop()

@@ -52,7 +52,7 @@ class Reply(Response):
 
 def refusal(error: BaseException) -> Reply:
     told = as_api_error(error)
-    if told.status >= 500 and not isinstance(error, ApiError):
+    if told.status == 500 and not isinstance(error, ApiError):
         log.error("a request failed", exc_info=error)
     headers = {"Retry-After": str(told.retry_after)} if told.retry_after else None
     return Reply(told.body(), told.status, headers)
@@ -116,7 +116,7 @@ class EventStream(Response):
                 await body(piece, True)
         except Exception as error:
             told = as_api_error(error)
-            if told.status >= 500:
+            if told.status == 500:
                 log.error("a stream failed", exc_info=error)
             await body(event(told.body()), True)
         finally:

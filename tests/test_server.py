@@ -59,6 +59,18 @@ def url(server, runtime):
     assert not server._service.jobs
 
 
+@pytest.fixture
+def slow_engine(runtime, monkeypatch):
+    """A step takes at least 10 ms, so that a long answer takes seconds on any machine."""
+    real = runtime._engine.runner.launch
+
+    def slowed(batch):
+        time.sleep(0.01)
+        return real(batch)
+
+    monkeypatch.setattr(runtime._engine.runner, "launch", slowed)
+
+
 def texts(runtime, prompts, params):
     return [reply["text"] for reply in runtime.generate(prompts, params)]
 
@@ -197,7 +209,7 @@ def test_neg_inf_logprob_json(url):
         assert reply.status == 200 and b"Infinity" not in reply.body
 
 
-def test_disconnect_nonstream_not_cancelled(url, runtime):
+def test_disconnect_nonstream_not_cancelled(url, runtime, slow_engine):
     """case disconnect-nonstream-not-cancelled: a plain request is aborted, too."""
     for path, body in {
         "/generate": {"text": "abc", "sampling_params": LONG},
@@ -212,7 +224,7 @@ def test_disconnect_nonstream_not_cancelled(url, runtime):
         assert runtime.stats()["output_tokens"] - before < 300
 
 
-def test_disconnect_keeps_generating(url, runtime):
+def test_disconnect_keeps_generating(url, runtime, slow_engine):
     """case disconnect-keeps-generating: a stream's sequence ends a few steps after its client left."""
     before = runtime.stats()["output_tokens"]
     sock = open_socket(url, "/generate", {"text": "abc", "sampling_params": LONG, "stream": True})
@@ -356,7 +368,7 @@ def test_a_body_that_does_not_arrive_or_has_no_length(url):
         assert b" 413 " in received
 
 
-def test_a_full_queue_answers_429_and_empties(url, server, runtime):
+def test_a_full_queue_answers_429_and_empties(url, server, runtime, slow_engine):
     body = {"text": ["abc"] * 8, "sampling_params": LONG}
     socks = [open_socket(url, "/generate", body) for _ in range(6)]  # 48 = 8 running + 40 queued
     wait_until(lambda: server._service.admission.live == 48)
@@ -372,7 +384,7 @@ def test_a_full_queue_answers_429_and_empties(url, server, runtime):
     assert post(url, "/generate", {"text": "a", "sampling_params": {"max_new_tokens": 1}}).status == 200
 
 
-def test_an_id_in_use_is_refused_and_abort_ends_it(url, runtime):
+def test_an_id_in_use_is_refused_and_abort_ends_it(url, runtime, slow_engine):
     done = []
     body = {"text": "abc", "sampling_params": LONG, "rid": "one"}
     thread = threading.Thread(target=lambda: done.append(post(url, "/generate", body)))
@@ -637,7 +649,7 @@ def test_servers_come_and_go(runtime):
     assert runtime.generate("abc", {"max_new_tokens": 1})["text"] is not None
 
 
-def test_closing_lets_what_runs_end(runtime):
+def test_closing_lets_what_runs_end(runtime, slow_engine):
     server = Server(runtime, port=0)
     done = []
     body = {"text": "abc", "sampling_params": {**GREEDY, "max_new_tokens": 200}}
@@ -656,7 +668,7 @@ def test_closing_lets_what_runs_end(runtime):
         get(server.url, "/health")
 
 
-def test_closing_aborts_after_its_time(runtime):
+def test_closing_aborts_after_its_time(runtime, slow_engine):
     server = Server(runtime, port=0)
     done = []
     body = {"text": "abc", "sampling_params": {**LONG, "max_new_tokens": 500}}

@@ -341,7 +341,7 @@ def write(work: Path) -> None:
     cells = (story, "story.goto(4)\nprint(story.step)", LIVE.replace("{folder!r}", repr(str(folder()))), RUN,
              "print(view.step == len(view.steps) - 1, len(view.steps), runtime.stats()['requests'])", INTERRUPTED,
              "import threading; view.close(); story.close(); runtime.shutdown()\n"
-             "print([t.name for t in threading.enumerate() if t.name in ('minisgl-view', 'minisgl-engine')])")  # fmt: skip
+             "print([t.name for t in threading.enumerate() if t.name == 'minisgl-view'])")  # fmt: skip
     (work / "n.ipynb").write_text(json.dumps(notebook(*cells)))
 
 
