@@ -196,17 +196,20 @@ class Cluster:
 def serve_cluster(workers: int, model: str | None, options: Mapping[str, Any], **keywords: Any) -> int:
     """`serve --engine ray`: a Cluster until SIGINT or SIGTERM; returns the exit status."""
     stop = threading.Event()
-    before = {n: signal.signal(n, lambda *_: stop.set()) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with Cluster(workers, model, options, **keywords) as cluster:
+        cluster = Cluster(workers, model, options, **keywords)
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+    with cluster:
+        # after Ray's start, which puts a handler for SIGTERM in place that ends the process at once
+        before = {n: signal.signal(n, lambda *_: stop.set()) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
             print(f"minisgl: ready on {cluster.url} ({workers} workers on Ray)", flush=True)
             while not stop.wait(1.0):
                 pass
-    except ImportError as error:
-        raise ValueError(str(error)) from error
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
     return 0
 
 
