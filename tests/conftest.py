@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers side by side: one thread each, set before torch starts
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell that starts tests in the background has them ignore Ctrl-C; the tests of Ctrl-C need Python's own handler.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -98,7 +98,7 @@ def test_a_switch_changes_no_token_but_near_ties(folder, base, name, capsys):
 
 
 def exact_logprobs(folder, seed: int):
-    """The dummy weights of that seed, computed with in float32 and plain torch: tokens -> (n, vocab) log-probabilities."""
+    """The dummy weights of that seed, used in float32 and plain torch: tokens -> (n, vocab) log-probabilities."""
     source = resolve_model(folder, "dummy", None)
     rough = load_model(source, dtype=torch.bfloat16, device=torch.device("cuda"), seed=seed).model
     model = Llama(rough.config, torch.float32, "cuda")
@@ -144,7 +144,8 @@ def test_a_full_pool_still_replays_graphs(folder):
         runtime.generate(input_ids=[7] * 190, sampling_params={"max_new_tokens": 1})  # the tree fills the pool
         assert runtime.stats()["kv_free"] < 20
         runtime.reset_stats()
-        replies = runtime.generate(input_ids=[[5, 6, i] for i in range(8, 13)], sampling_params=params)  # 5 of 8 columns
+        wanted = [[5, 6, i] for i in range(8, 13)]  # fills 5 columns of 8
+        replies = runtime.generate(input_ids=wanted, sampling_params=params)
         assert [len(r["output_ids"]) for r in replies] == [40] * 5
         stats = runtime.stats()
         assert stats["graph_replays"] >= 39 and stats["retractions"] >= 0
