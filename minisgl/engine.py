@@ -23,6 +23,7 @@ trusted) and leaves the engine serving; an error in that clean-up is the end of 
 
 from __future__ import annotations
 
+import collections
 import queue
 import threading
 import time
@@ -295,7 +296,8 @@ class Engine:
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def _accept(self, requests: list[Request]) -> None:
-        taken = next((r.rid for r in requests if r.rid in self._live), None)
+        rids = collections.Counter(r.rid for r in requests)  # one call may name several requests, and some alike
+        taken = next((rid for rid, count in rids.items() if count > 1 or rid in self._live), None)
         for request in requests:
             if taken is not None:  # all of them or none
                 request.sink.fail(ValueError(f"rid {taken!r} is the id of a request that has not ended yet"))

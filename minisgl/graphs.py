@@ -72,11 +72,11 @@ class DecodeGraph:
     """The recorded decode step, sampling included, for up to `size` tokens.
 
     inputs  (5, size) int64 at a fixed address: the fields of `Entries`; unused columns are the dummy row's position 0
-    logits  (size, vocab), and tokens (size,) int64: results, valid until the next replay of any graph
+    logits  (size, vocab), in a buffer that all graphs write, and tokens (size,) int64: valid until the next replay
     """
 
-    def __init__(self, runner: Runner, size: int, shared: SharedPrefixes | None, pool):
-        self.runner, self.size, self.shared = runner, size, shared
+    def __init__(self, runner: Runner, size: int, shared: SharedPrefixes | None, logits: torch.Tensor, pool):
+        self.runner, self.size, self.shared, self.logits = runner, size, shared, logits[:size]
         device = runner.device
         self.inputs = torch.zeros((5, size), dtype=torch.int64, device=device)
         assert DUMMY_ROW == DUMMY_SLOT == 0
@@ -88,10 +88,11 @@ class DecodeGraph:
             self._step()  # compiles kernels and settles workspaces before recording
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool):
-            self.logits, self.tokens = self._step()
+        # thread_local: another engine of this process may be running on its own thread
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+            self.tokens = self._step()
 
-    def _step(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _step(self) -> torch.Tensor:
         from .sampler_triton import draw
 
         runner = self.runner
@@ -116,7 +117,9 @@ class DecodeGraph:
         wants = runner.row_sampling
         tokens = draw(logits, wants.inverse_temperature[rows], wants.greedy[rows], wants.seed[rows], positions + 1)
         runner.last_token[draws] = tokens
-        return logits, tokens
+        # a result that each graph kept for itself would be gigabytes over all sizes; this is one more pass over it
+        self.logits.copy_(logits)
+        return tokens
 
     def replay(self, entries: Entries) -> None:
         """Queue a step of at most `size` tokens."""
@@ -140,9 +143,11 @@ class DecodeGraphs:
         wanted = [(size, None, self._plain) for size in sizes]
         if shared is not None:
             wanted += [(size, shared, self._shared) for size in shared_sizes]
+        most = max(size for size, _, _ in wanted)
+        logits = torch.empty((most, runner.vocab_size), dtype=runner.model.dtype, device=runner.device)
         pool = None
         for size, plan, into in sorted(wanted, key=lambda w: -w[0]):
-            graph = DecodeGraph(runner, size, plan, pool)
+            graph = DecodeGraph(runner, size, plan, logits, pool)
             pool = graph.graph.pool()
             into[size] = graph
 

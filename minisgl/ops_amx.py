@@ -21,6 +21,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -62,13 +63,13 @@ def load(cpuinfo: Path = Path("/proc/cpuinfo")) -> ctypes.CDLL:
     """The compiled library, made first if the cache does not hold it (2 s).  Raises Unavailable."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise Unavailable("the compiled decode step is for Linux on x86-64")
-    lines = (line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
-    if missing := CPU_FLAGS - set(next(lines, "").split()):
-        raise Unavailable(f"this CPU has no {min(missing)}")
-    key = hashlib.sha256(SOURCE.read_bytes() + FLAGS.encode()).hexdigest()[:16]
     try:
+        lines = (line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
+        if missing := CPU_FLAGS - set(next(lines, "").split()):
+            raise Unavailable(f"this CPU has no {min(missing)}")
+        key = hashlib.sha256(SOURCE.read_bytes() + FLAGS.encode()).hexdigest()[:16]
         library = ctypes.CDLL(str(cached_folder(f"decode-amx-{key}", _compile) / "decode.so"))
-    except (ModelError, OSError) as error:  # no cache; a compiler or an OpenMP library that does not fit
+    except (ModelError, OSError, RuntimeError) as error:  # no /proc, home or cache; no compiler or OpenMP that fits
         raise Unavailable(str(error)) from error
     library.work_bytes.restype = c_int64
     library.work_bytes.argtypes = [c_void_p, c_int64, c_int64, c_int64]
@@ -86,14 +87,18 @@ def _compile(folder: Path) -> None:
     compiler = next((path for name in names if name and (path := shutil.which(name))), None)
     if compiler is None:
         raise Unavailable("there is no C compiler (CC, cc, gcc or clang)")
-    command = [compiler, *FLAGS.split(), str(SOURCE), "-o", str(folder / "decode.so"), "-lm"]
+    library = folder / "decode.so"
+    command = [compiler, *FLAGS.split(), str(SOURCE), "-o", str(library), "-lm"]
+    pipes: Any = dict(stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, timeout=120, **pipes)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"{compiler} did not compile {SOURCE.name}: {error}") from error
     if done.returncode:
         line = next((line for line in done.stderr.splitlines() if "error" in line), f"status {done.returncode}")
         raise Unavailable(f"{compiler} did not compile {SOURCE.name}: {line}")
+    if not library.is_file() or library.read_bytes()[:4] != b"\x7fELF":  # which the cache would keep
+        raise Unavailable(f"{compiler} did not make a library of {SOURCE.name}")
 
 
 def check(config: LlamaConfig, dtype: torch.dtype) -> None:
@@ -108,6 +113,8 @@ def check(config: LlamaConfig, dtype: torch.dtype) -> None:
         raise Unavailable(f"hidden and intermediate size {widths} are not both multiples of {BLOCK}")
     if c.num_layers > MAX_LAYERS:
         raise Unavailable(f"the model has more than {MAX_LAYERS} layers")
+    if not all(hasattr(torch.ops.mkldnn, name) for name in ("data_ptr", "_nbytes")):
+        raise Unavailable("this torch does not tell where oneDNN keeps a weight")
 
 
 # ---- the structures of the C file ------------------------------------------------------------------------------------
@@ -160,7 +167,7 @@ def in_blocks(weight: torch.Tensor, packed: torch.Tensor) -> bool:
     outputs, in each the two inputs.  That is how AMX wants its right operand, so with AMX oneDNN has it so.
     """
     outputs, inputs = weight.shape
-    if outputs % BLOCK or inputs % BLOCK:
+    if outputs % BLOCK or inputs % BLOCK or weight.min() == weight.max():  # all the same: it looks so in any layout
         return False
     expected = weight.view(outputs // BLOCK, BLOCK, inputs // BLOCK, BLOCK // 2, 2).permute(0, 2, 3, 1, 4).contiguous()
     if torch.ops.mkldnn._nbytes(packed) != expected.nbytes:
@@ -208,6 +215,8 @@ class AmxOps(PackedOps):
         status = self._library.decode_step(described, ctypes.addressof(step))
         if status == -1:
             raise IndexError(f"a token id is not in the vocabulary: {batch.input_ids.tolist()}")
+        if status == -3:
+            raise IndexError(f"a slot is not in the pool or a length not in the table: {batch.out_slots.tolist()}")
         if status:
             raise IndexError(f"a length or position is not within max_seq_len={longest}: {batch.seq_lens.tolist()}")
         return out
@@ -221,6 +230,8 @@ class AmxOps(PackedOps):
             gate: Any = layer.gate_up[0]
             up: Any = layer.gate_up[1]
             if not all(self._in_blocks[weight.shape] for weight in (layer.qkv, layer.o, gate, up, layer.down)):
+                reason = "this oneDNN keeps the weights in another layout"
+                logging.getLogger("minisgl").info("decode steps are computed in torch: %s", reason)
                 return ()
             gate_bias, up_bias = (None, None) if layer.gate_up_bias is None else layer.gate_up_bias.chunk(2)
             keep.append((gate_bias, up_bias))
@@ -242,7 +253,7 @@ class AmxOps(PackedOps):
             return self.linear(hidden, weight)
         n, k = hidden.shape
         x = F.pad(hidden, (0, 0, 0, -n % 16)).contiguous()
-        out = torch.empty((n, weight.shape[0]))
+        out = torch.empty((n, weight.shape[0]), dtype=torch.float32)
         to = _pointer(out, torch.float32)
         self._library.project(_pointer(x), n, k, _pointer(weight), weight.shape[0], to, torch.get_num_threads())
         return out

@@ -59,6 +59,7 @@ from .server_http import KeyGuard
 
 IDLE_CONNECTION = 3.0  # seconds an idle connection to a worker is kept: less than the 5 after which uvicorn closes it
 SMALL_BODY = 256 << 10  # bytes; what is larger is parsed on another thread, for it takes milliseconds
+MAX_ORDER = 1 << 20  # bytes of a request that the router itself reads
 TRIM_NODES = 200  # tree nodes per slice of upkeep: well under a millisecond, in which nothing else runs
 
 
@@ -251,7 +252,7 @@ class Router:
             with worker.carrying(route.weight, len(route.key or ""), task):
                 await task
         except asyncio.CancelledError:
-            if gone.done():
+            if gone.done() or answer.stuck:
                 return None
             if task.cancelled() and not worker.healthy:
                 return ConnectionError("it went down")
@@ -292,7 +293,7 @@ class Router:
         )  # fmt: skip
 
     async def _add(self, request: Request) -> Response:
-        if (refused := self._closed()) is not None:
+        if (refused := self._closed(request)) is not None:
             return refused
         try:
             worker = self.workers.add(await _url_of(request))
@@ -303,7 +304,7 @@ class Router:
         return JSONResponse({"url": worker.url, "healthy": worker.healthy})
 
     async def _remove(self, request: Request) -> Response:
-        if (refused := self._closed()) is not None:
+        if (refused := self._closed(request)) is not None:
             return refused
         try:
             url = await _url_of(request)
@@ -315,7 +316,15 @@ class Router:
 
     async def _to_all(self, request: Request) -> Response:
         """What concerns every worker goes to each; the worst answer is passed back."""
-        message = Message(request.scope, await request.body())
+        try:
+            body = await read_body(request.receive, MAX_ORDER)
+            message = Message(request.scope, body or b"")
+        except ConnectionError:
+            return Response(status_code=499)  # nobody reads it
+        except ValueError as error:
+            return error_answer(400, str(error))
+        if body is None:
+            return error_answer(413, f"the request is larger than {MAX_ORDER} bytes")
         path = request.url.path
         healthy = self.workers.healthy()
         answers = await asyncio.gather(*(self._ask(worker, message) for worker in healthy.values()))
@@ -334,8 +343,9 @@ class Router:
         timeout = aiohttp.ClientTimeout(total=self.options.health_timeout)
         try:
             async with self._session.request(
-                message.method, url, data=message.body or None, headers=message.headers, timeout=timeout
-            ) as reply:
+                message.method, url, data=message.body or None, headers=message.headers, timeout=timeout,
+                allow_redirects=False,
+            ) as reply:  # fmt: skip
                 return reply.status, end_to_end(reply.raw_headers), await reply.read()
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             self.workers.failed(worker, error)
@@ -363,9 +373,12 @@ class Router:
             self.workers.failed(worker, error)
             return {}
 
-    def _closed(self) -> Response | None:
-        """Whoever may add a worker can read all prompts.  (With a key, KeyGuard has asked for it already.)"""
-        if self.options.api_key is None and not self.options.open_admin:
+    def _closed(self, request: Request) -> Response | None:
+        """Whoever may add a worker can read all prompts.  (With a key, KeyGuard has asked for it already.)
+
+        A browser posts to loopback for any web page that asks it to, and says so with an Origin.
+        """
+        if self.options.api_key is None and (not self.options.open_admin or "origin" in request.headers):
             return error_answer(403, "workers can be added and removed here only with an --api-key")
         return None
 
@@ -375,8 +388,8 @@ async def _url_of(request: Request) -> str:
     if (url := request.query_params.get("url")) is not None:
         return url
     try:
-        payload = json.loads(await request.body() or b"{}")
-    except ValueError:
+        payload = json.loads(await read_body(request.receive, MAX_ORDER) or b"{}")
+    except (ValueError, RecursionError, ConnectionError):
         payload = None
     url = payload.get("url") if isinstance(payload, dict) else None
     if not isinstance(url, str):

@@ -10,6 +10,7 @@ its form:
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
@@ -28,6 +29,7 @@ Head = list[tuple[bytes, bytes]]
 BUSY = (429, 503)  # a worker with a full queue, or one that is draining: others may take the request
 MAX_HELD_EVENT = 1 << 20  # bytes of an event that is not complete; what is longer is passed on in pieces
 NO_BODY = (204, 304)
+WRITE_TIMEOUT = 120.0  # seconds in which a client takes nothing after which it is given up, as workers do
 
 # About one connection, not about the message (RFC 9110, 7.6.1), or set anew by each side.
 HOP = {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
@@ -81,10 +83,23 @@ class Busy(Exception):
 
 
 class Answer:
-    """What the client gets.  begun: it has seen some of it, so that no other worker may answer any more."""
+    """What the client gets.  begun: it has seen some of it, so that no other worker may answer any more.  stuck: it has
+    taken nothing for too long, and the task that wrote was cancelled."""
 
     def __init__(self, send: Send):
-        self._send, self.begun, self._is_events = send, False, False
+        self._write, self.begun, self.stuck, self._is_events = send, False, False, False
+
+    async def _send(self, message: MutableMapping[str, Any]) -> None:
+        timer = asyncio.get_running_loop().call_later(WRITE_TIMEOUT, self._give_up, asyncio.current_task())
+        try:
+            await self._write(message)
+        finally:
+            timer.cancel()
+
+    def _give_up(self, writer: asyncio.Task[Any] | None) -> None:
+        if writer is not None:
+            self.stuck = True
+            writer.cancel()
 
     async def whole(self, status: int, head: Head, body: bytes, length: str | None) -> None:
         """length: what the head says of the body's length, if anything."""

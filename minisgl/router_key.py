@@ -25,6 +25,7 @@ class Routing(NamedTuple):
     weight: int
 
 
+MAX_WEIGHT = 128  # outputs of one prompt: what a worker would refuse may not count as a heavy load
 NO_KEY = Routing(None, 1)
 
 
@@ -35,9 +36,9 @@ def routing(path: str, body: bytes) -> Routing:
         return NO_KEY
     try:
         payload = json.loads(body)
+        return read(payload) if isinstance(payload, dict) else NO_KEY
     except (ValueError, RecursionError):
         return NO_KEY
-    return read(payload) if isinstance(payload, dict) else NO_KEY
 
 
 def _generate(payload: Mapping[str, Any]) -> Routing:
@@ -89,7 +90,7 @@ def _ids(ids: Sequence[Any]) -> str | None:
 
 
 def _count(n: Any) -> int:
-    return n if isinstance(n, int) and n > 0 else 1
+    return min(n, MAX_WEIGHT) if isinstance(n, int) and n > 0 else 1
 
 
 _READERS = {"/generate": _generate, "/v1/completions": _completion, "/v1/chat/completions": _chat}

@@ -106,6 +106,8 @@ def make_server(app, host: str, port: int, ready: Callable[[str], None]):
     """A uvicorn server that calls `ready` with its address once it takes requests."""
     import uvicorn
 
+    from .server_http import BoundedHeads
+
     class Server(uvicorn.Server):
         async def startup(self, sockets=None) -> None:
             await super().startup(sockets)
@@ -116,7 +118,7 @@ def make_server(app, host: str, port: int, ready: Callable[[str], None]):
 
     # the workers' answers bring their own Date and Server
     config = uvicorn.Config(
-        app, host, port, log_config=None, access_log=False, server_header=False, date_header=False,
+        app, host, port, http=BoundedHeads, log_config=None, access_log=False, server_header=False, date_header=False,
         timeout_graceful_shutdown=GRACE, lifespan="on", ws="none",
     )  # fmt: skip
     return Server(config)

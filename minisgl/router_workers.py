@@ -115,6 +115,7 @@ class Workers:
         self._interval, self._headers = health_interval, headers
         self._timeout = aiohttp.ClientTimeout(total=health_timeout)
         self._all: dict[str, Worker] = {}
+        self._watchers: set[asyncio.Task[None]] = set()  # also of removed workers that still have something to end
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(list(self._all.values()))
@@ -135,14 +136,17 @@ class Workers:
         if worker is None:
             worker = self._all[url] = Worker(url)
             worker.watcher = asyncio.get_running_loop().create_task(self._watch(worker))
+            self._watchers.add(worker.watcher)
+            worker.watcher.add_done_callback(self._watchers.discard)
         return worker
 
     def remove(self, url: str) -> bool:
-        """No more requests for `url`; those in flight there may end.  False if there is no such worker."""
+        """No more requests for `url`; those in flight there may end, and are watched until they have.  False if there
+        is no such worker."""
         worker = self._all.pop(normal_url(url), None)
         if worker is None:
             return False
-        if worker.watcher is not None:
+        if worker.watcher is not None and not worker.exchanges:
             worker.watcher.cancel()
         self._policy.forget(worker.url)
         self._changed(worker)
@@ -150,18 +154,18 @@ class Workers:
 
     def failed(self, worker: Worker, error: BaseException) -> None:
         """A request to it did not come to its end."""
-        if isinstance(error, aiohttp.ClientConnectorError):
+        if _refused(error):  # not if we have no sockets left, say: the probe will tell
             self._take_down(worker, error)
         worker.suspect()
 
     async def close(self) -> None:
-        watchers = [worker.watcher for worker in self if worker.watcher is not None]
+        watchers = list(self._watchers)
         for watcher in watchers:
             watcher.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
 
     async def _watch(self, worker: Worker) -> None:
-        while True:
+        while worker.exchanges or self._all.get(worker.url) is worker:
             try:
                 await self._probe(worker)
             except Exception:  # a defect: it may not end the watch
@@ -171,11 +175,13 @@ class Workers:
 
     async def _probe(self, worker: Worker) -> None:
         try:
-            async with self._session.get(worker.url + "/health", timeout=self._timeout, headers=self._headers) as reply:
-                if reply.status >= 400:
+            async with self._session.get(
+                worker.url + "/health", timeout=self._timeout, headers=self._headers, allow_redirects=False
+            ) as reply:
+                if reply.status >= 300:
                     self._take_down(worker, f"/health says {reply.status}")
                     return
-            if not worker.healthy:
+            if not worker.healthy and self._all.get(worker.url) is worker:
                 self._policy.forget(worker.url)
                 worker.up()
                 logger.info("worker %s is up", worker.url)
@@ -213,7 +219,7 @@ class Workers:
     async def info(self, worker: Worker) -> dict[str, Any]:
         """The worker's /get_server_info; {} if it has none."""
         url = worker.url + "/get_server_info"
-        async with self._session.get(url, timeout=self._timeout, headers=self._headers) as reply:
+        async with self._session.get(url, timeout=self._timeout, headers=self._headers, allow_redirects=False) as reply:
             try:
                 info = await reply.json(content_type=None) if reply.status == 200 else {}
             except ValueError:

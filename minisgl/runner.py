@@ -125,8 +125,8 @@ class Runner:
 
     def _launch(self, batch: Batch) -> Step:
         sampling, guides, top_logprobs = self._sampling_batch(batch)
-        shared = self._shared_prefixes(batch)
         entries = self._entries(batch) if self._graphs is not None and sampling is not None else None
+        shared = self._shared_prefixes(batch, entries)
         graph = self._graphs.find(len(entries), shared is not None) if entries is not None and self._graphs else None
         if graph is not None and entries is not None and sampling is not None:
             self._sync_table()
@@ -210,12 +210,14 @@ class Runner:
 
     # ---- building the device's batch ---------------------------------------------------------------------------------
 
-    def _shared_prefixes(self, batch: Batch) -> SharedPrefixes | None:
+    def _shared_prefixes(self, batch: Batch, entries: Entries | None) -> SharedPrefixes | None:
         """What this batch's decodes share, if it pays to read it once."""
         if self._sharing is None or batch.num_decodes < 2:
             return None
         k = batch.num_decodes
-        shared = self._sharing.plan(batch.rows[:k], batch.generation[:k], self.rows)
+        graph = self._graphs.find(len(entries), True) if self._graphs is not None and entries is not None else None
+        size = graph.size if graph is not None else k
+        shared = self._sharing.plan(batch.rows[:k], batch.generation[:k], self.rows, size)
         self.shared_steps += shared is not None
         return shared
 
@@ -258,7 +260,8 @@ class Runner:
         prompts = any(s < r.prompt_len for s, r in zip(starts[batch.num_decodes :], batch.extends))
         padding = np.zeros(self.pad_rows(tokens, batch.num_decodes if prompts else tokens) - tokens, np.int64)
         num_decodes = batch.num_decodes
-        if not prompts and num_decodes < tokens and not self.cuda and (positions + 1).sum() < APART:
+        apart = (positions[num_decodes:] + 1).sum() < APART
+        if not prompts and num_decodes < tokens and not self.cuda and shared is None and apart:
             # on a CPU a forced token is computed as the decode that it stands for: the same bits, and quicker code
             num_decodes, rows, ends = tokens, token_rows, positions + 1
             lengths, q_start = np.ones_like(rows), np.arange(tokens + 1)

@@ -71,7 +71,7 @@ class Runtime:
     eviction              "lru", "lfu", "fifo", "mru", "priority"
     radix_cache           for comparison: False, no sharing between requests; "whole", only of whole sequences
     overlap               form the next step while the device runs this one; auto: on a GPU
-    cuda_graphs           record decode steps as CUDA graphs; auto: on a GPU
+    cuda_graphs           record decode steps as CUDA graphs; auto: on a GPU, with Triton's attention
     shared_prefix         read a prefix that running requests share once per step; auto: where the backend can (Triton)
     attention_backend     "auto", "triton" (GPU), "torch" (any), "reference" (slow and plain)
     jump_forward          append the tokens that a grammar forces without asking the model for each
@@ -129,6 +129,7 @@ class Runtime:
             raise ValueError(f"seed must be below 2^63, got {seed}")
         if radix_cache != "whole" and not isinstance(radix_cache, bool):
             raise ValueError(f"radix_cache must be True, False or 'whole', got {radix_cache!r}")
+        _check_flag("jump_forward", jump_forward)
         if not isinstance(events, EventLog):
             _check_flag("events", events)
         if tokenizer is not None and chat_template is not None:
@@ -136,9 +137,10 @@ class Runtime:
         self.device = sizing.choose_device(device)
         cuda = self.device.type == "cuda"
         overlap = _check_switch("overlap", overlap, auto=cuda)
-        graphs = _check_switch("cuda_graphs", cuda_graphs, auto=cuda)
-        if graphs and not cuda:
-            raise ValueError("cuda_graphs=True needs a CUDA device; leave it at 'auto'")
+        recordable = cuda and attention_backend in ("auto", "triton")  # the others ask the host for each step's layout
+        graphs = _check_switch("cuda_graphs", cuda_graphs, auto=recordable)
+        if graphs and not recordable:
+            raise ValueError("cuda_graphs=True needs a CUDA device and Triton's attention; leave it at 'auto'")
 
         source = resolve_model(model, load_format, revision)
         config = source.config
@@ -181,9 +183,12 @@ class Runtime:
         attention = sizing.make_attention(attention_backend, pool, config)
         can_share = attention.shares_prefixes and not any(config.windows)
         share = _check_switch("shared_prefix", shared_prefix, auto=can_share and bool(radix_cache))
+        if share and not radix_cache:
+            raise ValueError("shared_prefix=True needs the radix cache: without it no prefix is shared")
         if share and not can_share:
             raise ValueError("shared_prefix=True needs attention_backend='triton' and a model without sliding windows")
-        with torch.inference_mode():
+        # the runner records graphs, on whatever device is current
+        with torch.inference_mode(), torch.cuda.device(self.device) if cuda else contextlib.nullcontext():
             runner = Runner(
                 loaded.model,
                 attention,
@@ -195,8 +200,6 @@ class Runtime:
                 share_prefixes=share,
                 pad_rows=plan.rows,
             )
-        if not isinstance(jump_forward, bool):
-            raise ValueError(f"jump_forward must be True or False, got {jump_forward!r}")
         self._jump_forward = jump_forward
         self._grammars = None
         if tokenizer is not None:
@@ -580,6 +583,9 @@ def _put_in_loop(loop: asyncio.AbstractEventLoop, chunks: asyncio.Queue[Any], it
 
 def _stop(engine: Engine) -> None:
     engine.stop()
+    runner = engine.runner
+    if runner is not None:
+        runner.close()
 
 
 def _make_all(given: Sequence[Params]) -> list[SamplingParams]:

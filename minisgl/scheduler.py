@@ -297,7 +297,8 @@ class Scheduler:
         # One token, the last of a prompt that is cached, is not worth a node that its output will only lengthen.  And
         # a prompt whose log-probabilities are wanted may be computing again what the tree has: it shares when it ends.
         # Forced tokens (behind all that was known at admission) go to the tree with the rest of the output, at the end.
-        if n > 1 and start < len(request.tokens) and request.logprob_start is None:
+        known = len(request.tokens)
+        if start < known and (n > 1 or end < known) and request.logprob_start is None:
             self._share(request, end)
         return request, start, end
 

@@ -43,7 +43,7 @@ except ImportError as error:
 
 from . import __version__, server_native, server_openai
 from .metrics import Metrics
-from .server_http import KeyGuard, Reply, endpoint, refusal
+from .server_http import BoundedHeads, KeyGuard, Reply, endpoint, refusal
 from .server_jobs import ApiError, Limits, Service
 from .server_schemas import openapi
 
@@ -162,9 +162,10 @@ class Server:
         and return when the thread has ended.  May be called again, from any thread; 0 aborts at once."""
         if drain_timeout is None:
             drain_timeout = self.limits.drain_timeout
+        loop = self._loop
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._drain, drain_timeout)
+            if loop is not None:
+                loop.call_soon_threadsafe(self._drain, drain_timeout)
         if threading.current_thread() is not self._thread:
             with self._closing:
                 self._thread.join()
@@ -210,8 +211,8 @@ class Server:
         metrics = Metrics(self.runtime, self.model_names[0])
         service = Service(self.runtime, self.model_names, replace(self.limits), metrics)
         config = uvicorn.Config(
-            make_app(service, self._api_key), log_config=None, access_log=False, lifespan="off", ws="none",
-            server_header=False, timeout_keep_alive=KEEP_ALIVE, backlog=2048,
+            make_app(service, self._api_key), http=BoundedHeads, log_config=None, access_log=False, lifespan="off",
+            ws="none", server_header=False, timeout_keep_alive=KEEP_ALIVE, backlog=2048,
         )  # fmt: skip
         server = _Uvicorn(config, self._ready)
         self._service, self._uvicorn, self._loop = service, server, asyncio.get_running_loop()

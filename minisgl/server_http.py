@@ -23,6 +23,7 @@ try:
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import Response
     from starlette.types import ASGIApp, Receive, Scope, Send
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 except ImportError as error:
     raise ImportError('the server needs pydantic, starlette and uvicorn: pip install "minisgl[server]"') from error
 
@@ -30,6 +31,7 @@ T = TypeVar("T")
 Model = TypeVar("Model", bound=BaseModel)
 Handler = Callable[[Request], Awaitable[Response]]
 log = logging.getLogger(__name__)
+MAX_HEAD = 64 << 10  # bytes of a request's first line and headers
 OPEN_PATHS = frozenset(("/health", "/health_generate"))  # what load balancers ask, without a key
 
 
@@ -207,6 +209,29 @@ async def cancel(task: asyncio.Task[Any]) -> None:
     await asyncio.wait((task,))
     if not task.cancelled():
         task.exception()
+
+
+class BoundedHeads(HttpToolsProtocol):
+    """uvicorn's protocol, which would collect headers as long as they come, with an end to that."""
+
+    _in_head = False
+    _head = 0  # bytes that came since the head began, but for those that came with its first
+
+    def on_message_begin(self) -> None:
+        self._in_head, self._head = True, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        began = self._in_head
+        super().data_received(data)
+        if began and self._in_head and not self.transport.is_closing():
+            self._head += len(data)
+            if self._head > MAX_HEAD:
+                self.send_400_response("The headers are too large.")
 
 
 # ---- the key -------------------------------------------------------------------------------------------------------

@@ -94,6 +94,7 @@ class Limits:
     max_prompts: int = 1024  # in one request
     max_grammar: int = 256 << 10  # characters of a regex, schema or grammar
     max_stops: int = 64  # stop strings, patterns and token ids of each kind in one request
+    max_stop_chars: int = 4096  # of all stop strings of one request together: each makes a node of an automaton
     max_tool_calls: int = 16  # in one answer
     body_timeout: float = 60.0
     write_timeout: float = 120.0  # a client that takes nothing for so long is given up
@@ -194,6 +195,7 @@ class Tail:
     def __init__(self, sink: Sink):
         self.sink = sink
         self.read = 0  # characters,
+        self.counted = 0  # token ids, where there is no text,
         self.scored = 0  # and entries of the log-probabilities
         self.over = False  # its end was read as well
 
@@ -207,7 +209,11 @@ class Tail:
             self.sink.result()
         text = self.sink.text
         new, self.read = text[self.read :], len(text)
-        return (new, ended) if new or ended else None
+        grown = False
+        if self.sink.tokenizer is None:  # all there is to read are ids
+            count = len(self.sink.ids)
+            grown, self.counted = count > self.counted, count
+        return (new, ended) if new or ended or grown else None
 
     def take_scores(self) -> tuple[list[Any], list[Any]]:
         """New log-probabilities of the text's tokens, and of the likeliest alternatives: not of a stop token that is
@@ -274,6 +280,7 @@ class Service:
         self.bell = Doorbell(asyncio.get_running_loop())
         self.draining = False
         self.jobs: set[Job] = set()
+        self.probe: asyncio.Future[None] | None = None  # the /health_generate that is under way
         self.started = time.time()
         self.flushes = 0
         # apart, so that a slow grammar does not keep plain requests waiting
@@ -348,6 +355,10 @@ class Service:
             if not isinstance(stops, str) and len(stops) > self.limits.max_stops:
                 most = self.limits.max_stops
                 raise ApiError(400, f"{name} has {len(stops)} entries, at most {most} are taken", param=name)
+            texts = [stops] if isinstance(stops, str) else [stop for stop in stops if isinstance(stop, str)]
+            chars, most = sum(map(len, texts)), self.limits.max_stop_chars
+            if chars > most:
+                raise ApiError(400, f"{name} has {chars} characters, at most {most} are taken", param=name)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .runtime import Runtime
     from .tokenizer import BaseTokenizer
 
+MAX_TOPS = 128  # alternatives at each token: all of a vocabulary would be gigabytes
 _LISTED = {"return_logprob": False, "logprob_start_len": -1, "top_logprobs_num": 0}
 
 
@@ -41,6 +42,9 @@ async def generate(service: Service, request: Request) -> Response:
         raise ApiError(400, f"at most {limits.max_prompts} prompts, got {len(prompts)}", param="text")
     params = [_params(service, p) for p in _each(body.sampling_params, len(prompts), "sampling_params")]
     listed = {name: getattr(body, name) for name in _LISTED}
+    tops = listed["top_logprobs_num"]
+    if max(tops if isinstance(tops, list) else [tops or 0], default=0) > MAX_TOPS:
+        raise ApiError(400, f"top_logprobs_num must be at most {MAX_TOPS}", param="top_logprobs_num")
     name = "prompt" if body.text is not None else "input_ids"
 
     def make() -> list[Sink]:
@@ -108,9 +112,12 @@ def _prepare(
 async def _events(job: Job, many: bool) -> AsyncGenerator[bytes, None]:
     async for news in job.changes():
         pieces = []
-        for i, tail, _, _ in news:
+        for i, tail, _, end in news:
             ids = tail.sink.ids.copy()
-            reply = {"text": tail.sink.text[: tail.read], "output_ids": ids, "meta_info": tail.sink.meta_info(len(ids))}
+            meta = tail.sink.meta_info(len(ids))
+            if not end:  # the engine knows how it ends before the text is complete; only the last event says so
+                meta["finish_reason"] = None
+            reply = {"text": tail.sink.text[: tail.read], "output_ids": ids, "meta_info": meta}
             pieces.append(event({"index": i, **_finite(reply)} if many else _finite(reply)))
         yield b"".join(pieces)
 
@@ -192,8 +199,17 @@ async def health(service: Service, request: Request) -> Response:
 
 
 async def health_generate(service: Service, request: Request) -> Response:
-    """Generates one token, behind all that waits; 503 if that takes longer than `health_timeout`."""
+    """Generates one token, behind all that waits; 503 if that takes longer than `health_timeout`.
+
+    Asked without a key and not counted in the queue: so however many ask, one sequence answers them all."""
     service.check_open()
+    if service.probe is None or service.probe.done():
+        service.probe = asyncio.ensure_future(_one_token(service))
+    await asyncio.shield(service.probe)
+    return Reply({"status": "ok"})
+
+
+async def _one_token(service: Service) -> None:
     one = {"max_new_tokens": 1, "temperature": 0}
 
     async def run() -> None:
@@ -207,7 +223,6 @@ async def health_generate(service: Service, request: Request) -> Response:
     except (TimeoutError, asyncio.TimeoutError):
         seconds = service.limits.health_timeout
         raise ApiError(503, f"no token came within {seconds:g} seconds", code="engine_stuck") from None
-    return Reply({"status": "ok"})
 
 
 async def metrics(service: Service, request: Request) -> Response:

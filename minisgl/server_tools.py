@@ -50,7 +50,7 @@ _EXPLAIN = (
     "The result will be given to you between <tool_response> tags."
 )
 _RESERVED = frozenset(
-    ("chat_template", "tools", "messages", "add_generation_prompt", "continue_final_message")
+    ("chat_template", "tools", "messages", "add_generation_prompt", "continue_final_message", "self")
 )  # of chat_template_kwargs: a template is code, and the others have parameters of their own
 
 
@@ -80,7 +80,14 @@ def uses_tools(body: ChatRequest) -> bool:
 
 
 def chat_prompt(service: Service, body: ChatRequest) -> np.ndarray:
-    """The conversation as token ids, int32 (n,).  Raises ChatTemplateError (a ValueError)."""
+    """The conversation as token ids, int32 (n,).  Raises ApiError and ChatTemplateError (a ValueError)."""
+    try:
+        return _chat_prompt(service, body)
+    except RecursionError:  # the arguments of a call are JSON in a string, where the body's parser sees no depth
+        raise ApiError(400, "messages: nested too deeply", param="messages") from None
+
+
+def _chat_prompt(service: Service, body: ChatRequest) -> np.ndarray:
     tokenizer = service.runtime.tokenizer
     extra = dict(body.chat_template_kwargs or {})
     if reserved := _RESERVED & set(extra):
@@ -352,6 +359,7 @@ async def _merged(turns: list[Turn]) -> AsyncGenerator[Part, None]:
     parts: asyncio.Queue[Part] = asyncio.Queue(maxsize=4 * len(turns))
     tasks = [asyncio.create_task(turn.run(parts.put)) for turn in turns]
     running = asyncio.create_task(_all_of(tasks))
+    part: asyncio.Task[Part] | None = None
     try:
         while not running.done():
             part = asyncio.create_task(parts.get())
@@ -364,7 +372,7 @@ async def _merged(turns: list[Turn]) -> AsyncGenerator[Part, None]:
             yield parts.get_nowait()
         await running
     finally:
-        for task in (*tasks, running):
+        for task in (*tasks, running, *(() if part is None else (part,))):
             await cancel(task)
 
 

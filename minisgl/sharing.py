@@ -172,31 +172,34 @@ class PrefixSharing:
         self._buffer = torch.zeros(sum(self.sizes), dtype=torch.int32, device=device)
         count, own_start, pieces, items, members = self._buffer.split(self.sizes)
         self.tensors = SharedPrefixes(items.view(-1, 6), members, own_start, pieces, count)
-        self._known: tuple[np.ndarray, np.ndarray, bool] | None = None  # rows, generations; whether they share
+        self._known: tuple[np.ndarray, np.ndarray, int] | None = None  # rows, generations; most pieces, 0: no plan
 
-    def plan(self, rows: np.ndarray, generation: np.ndarray, state: Rows) -> SharedPrefixes | None:
+    def plan(self, rows: np.ndarray, generation: np.ndarray, state: Rows, decodes: int = 0) -> SharedPrefixes | None:
         """What the decodes in these table rows share, or None if it is not worth a plan.
 
-        A plan holds as long as the same requests decode: their locked prefixes do not move.
+        decodes: the batch size that attention is told, if that is more (padding, other tokens computed as decodes): the
+        larger the batch, the fewer pieces of each decode there is room for.
+        A plan holds as long as the same requests decode, for their locked prefixes do not move, and its pieces fit.
         """
+        room = self.max_pieces(max(decodes, len(rows)))
         if self._known is not None:
-            known_rows, known_generation, shares = self._known
-            if np.array_equal(rows, known_rows) and np.array_equal(generation, known_generation):
-                return self.tensors if shares else None
-        plan = self._make(rows, state) if len(rows) > 1 else None
+            known_rows, known_generation, most = self._known
+            if most <= room and np.array_equal(rows, known_rows) and np.array_equal(generation, known_generation):
+                return self.tensors if most else None
+        plan = self._make(rows, state, room) if len(rows) > 1 else None
         if plan is not None:
             self._upload(plan)
-        self._known = rows, generation, plan is not None
+        self._known = rows, generation, int(plan.pieces.max()) if plan is not None else 0
         return self.tensors if plan is not None else None
 
-    def _make(self, rows: np.ndarray, state: Rows) -> SharedPlan | None:
+    def _make(self, rows: np.ndarray, state: Rows, max_pieces: int) -> SharedPlan | None:
         nodes = [request.node if request is not None else None for request in (state.request[row] for row in rows)]
         segments, own_start = find_segments(nodes)
         if not segments or not worth_it(segments, int(state.kv_len[rows].sum())):
             return None
         return plan_items(
-            segments, own_start, width=self.width, programs=self.programs,
-            max_pieces=self.max_pieces(len(rows)), max_items=self.max_items,
+            segments, own_start, width=self.width, programs=self.programs, max_pieces=max_pieces,
+            max_items=self.max_items,
         )  # fmt: skip
 
     def _upload(self, plan: SharedPlan) -> None:

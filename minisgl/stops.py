@@ -19,6 +19,7 @@ text that could grow into a match is held back, up to `MAX_REGEX_HOLD` character
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -26,7 +27,7 @@ from typing import NamedTuple
 import regex
 
 MAX_REGEX_HOLD = 4096  # characters: a match of a stop_regex that would begin further back is not looked for
-REGEX_TIMEOUT = 0.25  # seconds per search, against patterns that backtrack exponentially
+REGEX_TIMEOUT = 0.25  # seconds per scan (all its searches), against patterns that backtrack exponentially
 _CONTEXT = 256  # characters of printed text that look-behinds and \b of a stop_regex can see
 
 # A pattern with one of these outside character classes may need to see the character after its match.
@@ -188,7 +189,7 @@ class StopChecker:
 class _Pattern:
     """One compiled stop_regex."""
 
-    __slots__ = ("_looks_ahead", "_regex", "text")
+    __slots__ = ("_end", "_looks_ahead", "_regex", "text")
 
     def __init__(self, text: str):
         self.text = text
@@ -210,8 +211,9 @@ class _Pattern:
         at the end.
         """
         whole, base = context + text, len(context)
+        self._end = time.monotonic() + REGEX_TIMEOUT
         try:
-            found = self._regex.search(whole, base, timeout=REGEX_TIMEOUT)
+            found = self._regex.search(whole, base, timeout=self._left())
             if found and self._looks_ahead and not final and found.end() == len(whole):
                 return None, self._first_open(whole, base, found.start()) - base
             if found and not self._looks_ahead:
@@ -220,16 +222,23 @@ class _Pattern:
                 return Match(found.end() - base, found.start() - base, self.text), len(text)
             if final:
                 return None, len(text)
-            partial = self._regex.search(whole, base, partial=True, timeout=REGEX_TIMEOUT)
+            partial = self._regex.search(whole, base, partial=True, timeout=self._left())
         except TimeoutError:
             raise StopRegexTimeout(f"stop_regex {self.text!r} takes too long on this text") from None
         return None, partial.start() - base if partial else len(text)
+
+    def _left(self) -> float:
+        """Seconds that this scan still has."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return left
 
     def _first_open(self, whole: str, base: int, end: int) -> int:
         """The first position before `end` where an unfinished match begins, else `end`. (Partial search would
         say, but it prefers the finished match that is there too.)"""
         for start in range(base, end):
-            if self._regex.match(whole, start, partial=True, timeout=REGEX_TIMEOUT):
+            if self._regex.match(whole, start, partial=True, timeout=self._left()):
                 return start
         return end
 
@@ -237,7 +246,7 @@ class _Pattern:
         """The match as it stood at the first character where there was one: what a reader of one character at
         a time would have found. Runs once, when the output is about to end."""
         for stop in range(seen + 1, end):
-            if found := self._regex.search(whole, base, stop, timeout=REGEX_TIMEOUT):
+            if found := self._regex.search(whole, base, stop, timeout=self._left()):
                 return found
         return None
 

@@ -261,12 +261,23 @@ def test_a_length_out_of_bounds_is_an_error(length):
 
 
 @needs_amx
+@pytest.mark.parametrize("slot", [-1, CAPACITY + 1])
+def test_a_slot_that_is_not_in_the_pool_is_an_error(slot):
+    sequences = Sequences([30, 3])
+    batch = sequences.batch()
+    batch.out_slots[1] = slot
+    with pytest.raises(IndexError, match=f"not in the pool.*{slot}"):
+        sequences.run(batch)
+
+
+@needs_amx
 def test_another_layout_of_the_weights_is_noticed(monkeypatch):
     weight = torch.randn(64, 96).bfloat16()
     packed = PackedOps().pack(weight)
     assert ops_amx.in_blocks(weight, packed)
     assert not ops_amx.in_blocks(weight.flip(0), packed)
     assert not ops_amx.in_blocks(torch.zeros(64, 128).bfloat16(), packed)
+    assert not ops_amx.in_blocks(torch.zeros(64, 96).bfloat16(), torch.zeros(64, 96).bfloat16().to_mkldnn())
     assert not ops_amx.in_blocks(torch.zeros(60, 96).bfloat16(), PackedOps().pack(torch.zeros(60, 96).bfloat16()))
     monkeypatch.setattr(ops_amx, "in_blocks", lambda weight, packed: weight.shape != (128, 64))  # qkv's, lm_head's
     sequences = Sequences([30, 3])
@@ -323,7 +334,8 @@ def test_no_compiler(fresh, monkeypatch):
     [
         ("exit 3", "did not compile decode_amx.c: status 3"),
         ("echo 'warning: old'; echo 'x.c:1: error: what is -mamx-tile?' >&2; exit 1", "error: what is -mamx-tile"),
-        ("echo no library > $(echo $* | sed 's/.* -o //; s/ .*//')", "decode.so"),
+        ("echo no library > $(echo $* | sed 's/.* -o //; s/ .*//')", "did not make a library of decode_amx.c"),
+        ("exit 0", "did not make a library of decode_amx.c"),
     ],
 )
 def test_a_compiler_that_does_not_do(fresh, monkeypatch, tmp_path, script, message):
@@ -334,6 +346,20 @@ def test_a_compiler_that_does_not_do(fresh, monkeypatch, tmp_path, script, messa
     with pytest.raises(Unavailable, match=message) as caught:
         fresh()
     assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "cache").glob("*/decode.so"))  # the next compiler may do
+
+
+def test_no_home_and_no_proc_are_no_errors(fresh, monkeypatch, tmp_path):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("MINISGL_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(ops_amx.Path, "home", no_home)
+    with pytest.raises(Unavailable, match="home directory"):
+        fresh()
+    with pytest.raises(Unavailable, match="No such file"):
+        ops_amx.load.__wrapped__(tmp_path / "no cpuinfo")
 
 
 def test_a_cache_that_cannot_be_written(fresh, monkeypatch, tmp_path):

@@ -22,6 +22,7 @@ pytest.importorskip("aiohttp", reason="the router needs minisgl[server]")
 
 import asyncio
 
+from minisgl import router_exchange
 from minisgl.backends.endpoint import RuntimeEndpoint
 from minisgl.router import RouterOptions
 from minisgl.router_policy import POLICIES, CacheAware, RoundRobin
@@ -362,6 +363,21 @@ def test_killed_under_load():
         assert len(codes) > 50 and set(codes) == {200}
 
 
+def test_a_client_that_takes_nothing_is_given_up(monkeypatch):
+    monkeypatch.setattr(router_exchange, "WRITE_TIMEOUT", 0.3)
+    with Setup(1) as s, socket.socket() as client:
+        s.workers[0].pieces = ("x" * 100_000,) * 200
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", int(s.url.rsplit(":", 1)[1])))
+        body = b'{"text": "a", "stream": true}'
+        client.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        worker = next(iter(s.router.router.workers))
+        until(lambda: worker.load == 1)
+        until(lambda: worker.load == 0 and not worker.exchanges)
+        until(lambda: s.workers[0].gone == 1)
+        assert worker.healthy and "failures_total{" not in s.call("/metrics")[1]
+
+
 # ---- workers come and go -----------------------------------------------------------------------------------------
 
 
@@ -392,6 +408,20 @@ def test_leaving_lets_requests_in_flight_end():
         assert answer.result(20)[0] == 200
 
 
+def test_what_waits_for_a_removed_worker_that_hangs_is_called_off():
+    with Setup(2, health_timeout=0.1) as s, ThreadPoolExecutor(1) as pool:
+        for worker in s.workers:
+            worker.hold = asyncio.Event()
+        answer = pool.submit(s.generate)
+        until(lambda: any(worker.running for worker in s.workers))
+        hung, other = sorted(s.workers, key=lambda worker: -worker.running)
+        s.call("/remove_worker", {"url": hung.url})
+        hung.health = None
+        other.release()
+        assert answer.result(8)[1]["worker"] == other.port
+        until(lambda: len(s.router.router.workers._watchers) == 1)
+
+
 def test_worker_that_is_not_there_yet():
     with FakeWorker() as worker:
         worker.kill()
@@ -415,6 +445,9 @@ def test_key_is_asked_for():
         assert s.call("/health")[0] == 200
     with Setup(1, open_admin=False) as s:
         assert s.call("/add_worker", {"url": s.workers[0].url})[0] == 403
+        assert s.call("/flush_cache", b"x" * (2 << 20))[0] == 413
+    with Setup(1) as s:  # a web page posts to loopback through its reader's browser
+        assert s.call("/add_worker", {"url": s.workers[0].url}, {"Origin": "http://evil.example"})[0] == 403
         assert s.generate()[0] == 200
 
 

@@ -17,6 +17,7 @@ import threading
 import time
 import tracemalloc
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -268,6 +269,25 @@ def test_missing_chat_template(tmp_path):
         assert post(server.url, "/v1/completions", {"prompt": "abc", "max_tokens": 2}).status == 200
 
 
+def test_a_model_without_tokenizer_streams_its_ids(tmp_path, monkeypatch):
+    from minisgl import Runtime
+
+    from . import tiny_models
+
+    folder = tiny_models.make("llama2", tmp_path / "m")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    with Runtime(folder, kv_capacity=300, device="cpu") as runtime, Server(runtime, port=0) as server:
+        real = runtime._engine.runner.launch
+        monkeypatch.setattr(runtime._engine.runner, "launch", lambda batch: (time.sleep(0.02), real(batch))[1])
+        body = {"input_ids": [3, 4, 5], "sampling_params": {**GREEDY, "max_new_tokens": 20}}
+        replies = list(events(server.url, "/generate", body))
+        assert len(replies) > 5 and [r["output_ids"] for r in replies] == sorted(r["output_ids"] for r in replies)
+        assert [r["meta_info"]["finish_reason"] is None for r in replies] == [True] * (len(replies) - 1) + [False]
+        assert replies[-1]["output_ids"] == post(server.url, "/generate", body).json["output_ids"]
+        assert post(server.url, "/v1/completions", {"prompt": "a"}).status == 400
+
+
 # ---- errors -----
 
 WRONG = {
@@ -317,6 +337,11 @@ WRONG = {
     "response_format": ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_schema"}}, None),
     "template": ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"chat_template": "x"}},
                  "chat_template_kwargs"),
+    "template self": ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+    "long stops": ("/v1/completions", {"prompt": "a", "stop": ["x" * 5000, "y" * 5000]}, "stop"),
+    "one id twice": ("/generate", {"text": ["a", "b"], "rid": ["same", "same"]}, "rid"),
+    "top_logprobs_num": ("/generate", {"text": "a", "return_logprob": True, "top_logprobs_num": 129},
+                         "top_logprobs_num"),
     "two prompts": ("/generate", {"text": "a", "input_ids": [1]}, "text"),
     "no prompt": ("/generate", {}, "text"),
     "sampling_params": ("/generate", {"text": "a", "sampling_params": {"max_tokens": 3}}, None),
@@ -366,6 +391,26 @@ def test_a_body_that_does_not_arrive_or_has_no_length(url):
             pass  # it was refused before all of it was sent
         received = sock.recv(4096)
         assert b" 413 " in received
+
+
+@pytest.mark.parametrize("more", [b"", b"X: "])
+def test_headers_without_end(url, more):
+    """Many headers, or one that goes on: refused, not collected."""
+    host, port = url.removeprefix("http://").split(":")
+    piece = b"X-A: " + b"a" * 1000 + b"\r\n" if not more else b"a" * 1000
+    with socket.create_connection((host, int(port)), 20) as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n" + more)
+        with pytest.raises(OSError):  # it is closed long before all of it was sent
+            for _ in range(20_000):
+                sock.sendall(piece)
+    assert get(url, "/health", X_A="a" * 5000).status == 200
+
+
+def test_health_generate_makes_one_sequence_for_all(url, runtime, slow_engine):
+    before = runtime.stats()["requests"]
+    with ThreadPoolExecutor(16) as pool:
+        assert {a.status for a in pool.map(lambda _: get(url, "/health_generate"), range(16))} == {200}
+    assert runtime.stats()["requests"] - before < 16
 
 
 def test_a_full_queue_answers_429_and_empties(url, server, runtime, slow_engine):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.radix import RadixTree
-from minisgl.sharing import MIN_SEGMENT, find_segments, plan_items, worth_it
+from minisgl.sharing import MIN_SEGMENT, PrefixSharing, find_segments, plan_items, worth_it
 
 
 def locked_nodes(sequences: list[list[int]]):
@@ -102,3 +106,20 @@ def test_too_many_items_are_refused():
     segments, own_start = find_segments(nodes)
     assert plan_items(segments, own_start, width=2, programs=1, max_pieces=8, max_items=4) is None
     assert plan_items(segments, own_start, width=2, programs=1, max_pieces=8, max_items=5) is not None
+
+
+def test_a_plan_has_room_in_the_batch_that_attention_is_told():
+    """A recorded step is larger than its decodes, and the larger, the fewer pieces of each have room in it."""
+    nodes, _ = locked_nodes([[1] * 4000 + [2], [1] * 4000 + [3]])
+    state: Any = SimpleNamespace(request=[SimpleNamespace(node=n) for n in nodes], kv_len=np.array([4001, 4001]))
+    sharing = PrefixSharing(64, width=4, programs=64, max_pieces=lambda n: 64 // n, device=torch.device("cpu"))
+    rows, generation = np.array([0, 1]), np.array([0, 0])
+
+    def most(decodes: int) -> int:
+        shared = sharing.plan(rows, generation, state, decodes)
+        return 0 if shared is None else int(shared.pieces.max())
+
+    assert most(0) == most(2) == 31
+    assert 0 < most(8) <= 8
+    assert most(4) == most(8)  # it still fits: kept
+    assert most(64) == 1
