@@ -194,7 +194,7 @@ def test_literal_alternatives_are_a_trie():
     grammar = Grammar.from_regex("|".join(words))
     assert grammar.matches(words[77]) and not grammar.matches("value")
     assert grammar.forced(b"") == b"value "
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30  # not the minutes that states for each of 5,000 alternatives would take
     assert len(grammar.automaton) < 100
 
 

@@ -65,8 +65,8 @@ def cells(*sources: str):
     return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
 
 
-def test_there_are_eight():
-    assert [int(name[:2]) for name in NAMES] == list(range(1, 9))
+def test_there_are_nine():
+    assert [int(name[:2]) for name in NAMES] == list(range(1, 10))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=NAMES)
@@ -96,6 +96,9 @@ def test_links_lead_somewhere(path):
 def test_a_notebook_runs(path, tmp_path, default_model_folder):
     if path.stem.startswith("06"):
         pytest.importorskip("triton", reason="triton is not installed: it exists for Linux only")
+    if path.stem.startswith("09"):
+        for package in ("openai", "aiohttp", "uvicorn"):
+            pytest.importorskip(package, reason=f"{package} is not installed: pip install 'minisgl[test]'")
     shutil.copy(path, tmp_path)
     shutil.copy(tutorials.HERE / "sketch.py", tmp_path)
     begin = time.perf_counter()
