@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import numbers
 import queue
 import weakref
 from array import array as array_of
@@ -32,6 +31,7 @@ import numpy as np
 import torch
 
 from . import sizing
+from .checks import check_choice, check_count, check_flag, check_int, check_switch
 from .constraint import Guide
 from .engine import Counters, Engine
 from .events import EventLog
@@ -43,7 +43,7 @@ from .pool import KVPool, RequestTable, SlotAllocator
 from .radix import NullCache, RadixTree
 from .request import MAX_STOP_IDS, Request
 from .runner import Runner
-from .sampling_params import SamplingParams
+from .sampling_params import SamplingParams, make_all
 from .scheduler import Scheduler
 from .tokenizer import BaseTokenizer, Tokenizer
 from .whole_cache import WholeCache
@@ -112,33 +112,33 @@ class Runtime:
         tokenizer: BaseTokenizer | None = None,
         chat_template: str | None = None,
     ):
-        _check_choice("schedule_policy", schedule_policy, POLICIES)
-        _check_choice("grammar_backend", grammar_backend, BACKENDS)
-        _check_choice("eviction", eviction, sizing.EVICTIONS)
-        _check_choice("attention_backend", attention_backend, sizing.ATTENTION_BACKENDS)
-        _check_choice("dtype", dtype, sizing.DTYPES)
+        check_choice("schedule_policy", schedule_policy, POLICIES)
+        check_choice("grammar_backend", grammar_backend, BACKENDS)
+        check_choice("eviction", eviction, sizing.EVICTIONS)
+        check_choice("attention_backend", attention_backend, sizing.ATTENTION_BACKENDS)
+        check_choice("dtype", dtype, sizing.DTYPES)
         for name, value in (("kv_capacity", kv_capacity), ("max_running_requests", max_running_requests),
                             ("max_context", max_context)):  # fmt: skip
-            _check_count(name, value)
+            check_count(name, value)
         if chunk_size != -1:
-            _check_count("chunk_size", chunk_size)
+            check_count("chunk_size", chunk_size)
         if not isinstance(mem_fraction, (int, float)) or not 0 < mem_fraction <= 1:
             raise ValueError(f"mem_fraction must be a number in (0, 1], got {mem_fraction!r}")
-        _check_int("seed", seed, 0)
+        check_int("seed", seed, 0)
         if seed >= 1 << 63:
             raise ValueError(f"seed must be below 2^63, got {seed}")
         if radix_cache != "whole" and not isinstance(radix_cache, bool):
             raise ValueError(f"radix_cache must be True, False or 'whole', got {radix_cache!r}")
-        _check_flag("jump_forward", jump_forward)
+        check_flag("jump_forward", jump_forward)
         if not isinstance(events, EventLog):
-            _check_flag("events", events)
+            check_flag("events", events)
         if tokenizer is not None and chat_template is not None:
             raise ValueError("chat_template is for the model's own tokenizer: give it to the one in tokenizer=...")
         self.device = sizing.choose_device(device)
         cuda = self.device.type == "cuda"
-        overlap = _check_switch("overlap", overlap, auto=cuda)
+        overlap = check_switch("overlap", overlap, auto=cuda)
         recordable = cuda and attention_backend in ("auto", "triton")  # the others ask the host for each step's layout
-        graphs = _check_switch("cuda_graphs", cuda_graphs, auto=recordable)
+        graphs = check_switch("cuda_graphs", cuda_graphs, auto=recordable)
         if graphs and not recordable:
             raise ValueError("cuda_graphs=True needs a CUDA device and Triton's attention; leave it at 'auto'")
 
@@ -182,7 +182,7 @@ class Runtime:
         )
         attention = sizing.make_attention(attention_backend, pool, config)
         can_share = attention.shares_prefixes and not any(config.windows)
-        share = _check_switch("shared_prefix", shared_prefix, auto=can_share and bool(radix_cache))
+        share = check_switch("shared_prefix", shared_prefix, auto=can_share and bool(radix_cache))
         if share and not radix_cache:
             raise ValueError("shared_prefix=True needs the radix cache: without it no prefix is shared")
         if share and not can_share:
@@ -245,7 +245,7 @@ class Runtime:
         Raises ValueError before anything is queued if any prompt or parameter is not right.  KeyboardInterrupt ends
         the requests and is raised on.
         """
-        _check_flag("stream", stream)
+        check_flag("stream", stream)
         on_chunk = chunks = None
         if stream:
             chunks = queue.SimpleQueue()
@@ -285,7 +285,7 @@ class Runtime:
         Cancelling the task ends the requests.
         """
         loop = asyncio.get_running_loop()
-        _check_flag("stream", stream)
+        check_flag("stream", stream)
         on_chunk = chunks = None
         if stream:
             chunks = asyncio.Queue()
@@ -439,14 +439,14 @@ class Runtime:
                 raise ValueError(
                     f"sampling_params has {len(sampling_params)} entries for {len(prompts)} prompts"
                 )
-            params = _make_all(sampling_params)
+            params = make_all(sampling_params)
         else:
             params = [SamplingParams.make(sampling_params)] * len(prompts)  # type: ignore[arg-type]
-        _check_int("logprob_start_len", logprob_start_len, -1)
-        _check_int("top_logprobs_num", top_logprobs_num, 0)
-        _check_int("priority", priority)
-        _check_flag("return_logprob", return_logprob)
-        _check_flag("return_text_in_logprobs", text_in_logprobs)
+        check_int("logprob_start_len", logprob_start_len, -1)
+        check_int("top_logprobs_num", top_logprobs_num, 0)
+        check_int("priority", priority)
+        check_flag("return_logprob", return_logprob)
+        check_flag("return_text_in_logprobs", text_in_logprobs)
         if (logprob_start_len >= 0 or top_logprobs_num) and not return_logprob:
             raise ValueError("logprob_start_len and top_logprobs_num need return_logprob=True")
         if rid is not None and not (isinstance(rid, str) and rid):
@@ -586,51 +586,6 @@ def _stop(engine: Engine) -> None:
     runner = engine.runner
     if runner is not None:
         runner.close()
-
-
-def _make_all(given: Sequence[Params]) -> list[SamplingParams]:
-    """`SamplingParams.make` of each; requests by the hundred mostly bring equal dicts, which are checked once."""
-    made: dict[Any, SamplingParams] = {}
-    result = []
-    for params in given:
-        try:
-            key = tuple((k, type(v), v) for k, v in params.items()) if type(params) is dict else id(params)
-            if key not in made:
-                made[key] = SamplingParams.make(params)
-            result.append(made[key])
-        except TypeError:  # a list among the values: no key
-            result.append(SamplingParams.make(params))
-    return result
-
-
-def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-
-
-def _check_count(name: str, value: Any) -> None:
-    if value is not None:
-        _check_int(name, value, 1)
-
-
-def _check_int(name: str, value: Any, least: int | None = None) -> None:
-    integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)  # numpy's count
-    if not integer or (least is not None and value < least):
-        limit = "" if least is None else f" of at least {least}"
-        raise ValueError(f"{name} must be an integer{limit}, got {value!r}")
-
-
-def _check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
-
-
-def _check_switch(name: str, value: Any, auto: bool) -> bool:
-    if value == "auto":
-        return auto
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True, False or 'auto', got {value!r}")
-    return value
 
 
 __all__ = ["EngineError", "Runtime"]

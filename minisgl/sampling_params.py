@@ -321,3 +321,18 @@ def _json_text(name: str, value: Any) -> str | None:
     if not isinstance(decoded, (dict, bool)):  # true and false are schemas too
         _refuse(name, "a JSON object, as a string or a dict", value)
     return value
+
+
+def make_all(given: Sequence[Mapping[str, Any] | SamplingParams | None]) -> list[SamplingParams]:
+    """`SamplingParams.make` of each; requests by the hundred mostly bring equal dicts, which are checked once."""
+    made: dict[Any, SamplingParams] = {}
+    result = []
+    for params in given:
+        try:
+            key = tuple((k, type(v), v) for k, v in params.items()) if type(params) is dict else id(params)
+            if key not in made:
+                made[key] = SamplingParams.make(params)
+            result.append(made[key])
+        except TypeError:  # a list among the values: no key
+            result.append(SamplingParams.make(params))
+    return result
