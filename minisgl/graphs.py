@@ -21,7 +21,9 @@ what is slow about a step that is not recorded: launching it.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,6 +35,15 @@ from .pool import DUMMY_ROW, DUMMY_SLOT
 if TYPE_CHECKING:
     from .runner import Runner
     from .sampling_batch import SamplingBatch
+
+
+_recording = threading.Lock()  # two engines that start at once must not record on one stream
+
+
+@cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all warm-ups and recordings: cuBLAS keeps a workspace (32 MiB on Hopper) for each it has met."""
+    return torch.cuda.Stream(device)
 
 
 @dataclass
@@ -82,14 +93,14 @@ class DecodeGraph:
         assert DUMMY_ROW == DUMMY_SLOT == 0
         self.q_start = torch.arange(size + 1, dtype=torch.int32, device=device)
         self.every_row = torch.arange(size, dtype=torch.int64, device=device)
-        stream = torch.cuda.Stream()
+        stream = _recording_stream(device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._step()  # compiles kernels and settles workspaces before recording
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         # thread_local: another engine of this process may be running on its own thread
-        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self.tokens = self._step()
 
     def _step(self) -> torch.Tensor:
@@ -146,10 +157,11 @@ class DecodeGraphs:
         most = max(size for size, _, _ in wanted)
         logits = torch.empty((most, runner.vocab_size), dtype=runner.model.dtype, device=runner.device)
         pool = None
-        for size, plan, into in sorted(wanted, key=lambda w: -w[0]):
-            graph = DecodeGraph(runner, size, plan, logits, pool)
-            pool = graph.graph.pool()
-            into[size] = graph
+        with _recording:
+            for size, plan, into in sorted(wanted, key=lambda w: -w[0]):
+                graph = DecodeGraph(runner, size, plan, logits, pool)
+                pool = graph.graph.pool()
+                into[size] = graph
 
     def find(self, tokens: int, shared: bool) -> DecodeGraph | None:
         """The smallest recorded step that holds so many tokens."""

@@ -515,7 +515,8 @@ def test_gpu_memory_goes_with_the_runtime():
             assert runtime.generate("x", GREEDY)["output_ids"]
             assert torch.cuda.memory_allocated() > before + 200_000 * 3 * 2 * 2 * 64 * 4
             runtime.shutdown()
-            assert torch.cuda.memory_allocated() < before + (64 << 20)  # the libraries' workspaces stay
+            # cuBLAS keeps a workspace of 32 MiB for each pair of a thread's handle and a stream
+            assert torch.cuda.memory_allocated() < before + (160 << 20)
     finally:
         gc.enable()
 
