@@ -10,16 +10,12 @@ thread.
     thread 1   |body 1|body 3|body 4|..              states 1, 3, 4, ... wait for their generations as objects
     thread 2   |body 2 .... s["a"] waits ....|body 9|
 
-How many threads?  With num_threads="auto", one for each generation that the backend can run at once (more could only
-wait for the backend), at most `MAX_THREADS`, and only while programs are left.  CPU seconds for 1,000 programs on a
-backend that answers at once, so that all of it is the language's own work (2 cores, Python 3.11):
-
-    threads                          1      4     16     64    256   1000
-    body only queues a gen        0.14   0.23   0.21   0.18   0.20   0.32
-    body reads between two gens   0.27   0.27   0.26   0.40   0.32   0.43
-
-A thread for each program costs about half as much again as a pool; with a pool the number hardly matters, so it is
-chosen by what keeps the backend full.
+How many threads?  As few as keep programs starting.  A batch begins with one; every `TICK` it looks whether the threads
+that it has begin fewer than `BRISK` programs each, in which case their bodies wait for something (the model, a tool)
+and it doubles them, up to the limit.  num_threads="auto" puts the limit at what the backend can run at once (more could
+only wait for the backend), at most `MAX_THREADS`.  So a batch of bodies that only queue generations stays on one
+thread, instead of 256 that fight over the interpreter's lock with the engine, and one of bodies that wait has all its
+threads after some ten milliseconds.
 
 `map` (in `batch_map`) is for jobs that outlive a process or a bad hour of a hosted model: limits, retries, checkpoint.
 """
@@ -27,6 +23,7 @@ chosen by what keeps the backend full.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,10 +35,12 @@ from .state import ProgramState
 from .statequeue import POLL
 
 MAX_THREADS = 256
+TICK = 0.002  # seconds between two looks at how fast programs begin
+BRISK = 4  # programs begun by a thread in a tick: above that its bodies do not wait
 
 
 def thread_count(num_threads: Any, parallelism: int, programs: int) -> int:
-    """How many threads run bodies.  Raises ValueError unless num_threads is "auto" or an integer >= 1."""
+    """How many threads may run bodies.  Raises ValueError unless num_threads is "auto" or an integer >= 1."""
     if num_threads == "auto":
         num_threads = min(parallelism, MAX_THREADS)
     elif not isinstance(num_threads, int) or isinstance(num_threads, bool) or num_threads < 1:
@@ -66,8 +65,27 @@ class Batch:
         self._failed: BaseException | None = None
         self._stopped = False
         self._every = on_ended is not None  # someone wants to hear of each end, not only of the last
-        for number in range(threads):
-            threading.Thread(target=self._work, name=f"minisgl-batch-{number}", daemon=True).start()
+        self._threads = 0
+        self._start_threads(1)
+        if threads > 1:
+            threading.Thread(target=self._grow, args=(threads,), name="minisgl-batch", daemon=True).start()
+
+    def _start_threads(self, count: int) -> None:
+        for _ in range(count):
+            threading.Thread(target=self._work, name=f"minisgl-batch-{self._threads}", daemon=True).start()
+            self._threads += 1
+
+    def _grow(self, limit: int) -> None:
+        """Add threads, up to `limit`, while those there do not begin programs briskly."""
+        begun = 0
+        while self._threads < limit:
+            time.sleep(TICK)
+            left = len(self.states) - self._next
+            if self._stopped or not left:
+                return
+            if self._next - begun < BRISK * self._threads:
+                self._start_threads(min(self._threads, limit - self._threads, left))
+            begun = self._next
 
     def _work(self) -> None:
         while True:
@@ -81,16 +99,10 @@ class Batch:
 
     def _watch(self, index: int) -> None:
         """Hear of the end of program `index`, whose body is over."""
-        executor = self.states[index]._executor
-
-        def check() -> None:  # with the executor's lock held
-            if executor.error is not None or not executor.busy:
-                executor.listeners.discard(check)
-                self._end(index, executor.error)
-
-        with executor.cond:
-            executor.listeners.add(check)
-            check()
+        watch = _Watch(self, index)
+        with watch.executor.lock:
+            watch.executor.listeners.add(watch)
+            watch()
 
     def _end(self, index: int, error: BaseException | None) -> None:
         with self._cond:
@@ -144,3 +156,18 @@ class Batch:
             self._stopped = True
         for state in self.states:
             state._executor.fail(error)
+
+
+class _Watch:
+    """Tells a batch when one of its programs has ended.  A listener: called with the executor's lock held."""
+
+    __slots__ = ("_batch", "_index", "executor")
+
+    def __init__(self, batch: Batch, index: int):
+        self._batch, self._index, self.executor = batch, index, batch.states[index]._executor
+
+    def __call__(self) -> None:
+        executor = self.executor
+        if executor.error is not None or not executor.busy:
+            executor.listeners.discard(self)
+            self._batch._end(self._index, executor.error)

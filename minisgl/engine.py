@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .output import EngineError
+from .output import OVER, EngineError
 from .request import Request, Status
 
 if TYPE_CHECKING:
@@ -356,15 +356,17 @@ class Engine:
         self.counters.requests += 1
         self.counters.prompt_tokens += request.prompt_len
         self.counters.cached_tokens += request.cached_tokens or 0
+        sink, request.sink = request.sink, OVER  # they refer to each other
         try:
-            request.sink.end()
+            sink.end()
         except Exception as error:  # as in `_deliver`: its text cannot be completed, say
-            request.sink.fail(error)
+            sink.fail(error)
 
     def _fail(self, request: Request, error: BaseException) -> None:
         self._live.pop(request.rid, None)
         request.ended = time.perf_counter()
-        request.sink.fail(error)
+        sink, request.sink = request.sink, OVER
+        sink.fail(error)
 
     def _recover(self, error: Exception) -> None:
         """A step failed: end what runs with its cause, forget what was computed, go on."""

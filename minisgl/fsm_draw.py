@@ -73,16 +73,24 @@ def draw(grammar: Grammar, compressed: bool | None = None, max_states: int = 60)
         parts.append(f'<g transform="translate(0,{top:.0f})">{body}</g>')
         top, width = top + h, max(width, w)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{top:.0f}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="{_SCOPE}" width="{width:.0f}" height="{top:.0f}" '
         f'viewBox="0 0 {width:.0f} {top:.0f}" font-family="monospace" font-size="11">{_STYLE}{"".join(parts)}</svg>'
     )
 
 
+_SCOPE = "minisgl-fsm"  # a page's SVGs share one style sheet and one set of ids: ours are only about drawings like this
+_RULES = (
+    ("path.e", "fill:none;stroke:#556"),
+    ("path.f", "fill:none;stroke:#c40;stroke-width:2"),
+    ("circle", "fill:#fff;stroke:#223"),
+    ("text", "fill:#223;text-anchor:middle"),
+    ("text.t", "text-anchor:start;font-weight:bold"),
+    ("text.f", "fill:#c40"),
+)
 _STYLE = (
-    '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-    '<path d="M0 0L8 4L0 8z" fill="#556"/></marker></defs>'
-    "<style>path.e{fill:none;stroke:#556}path.f{fill:none;stroke:#c40;stroke-width:2}circle{fill:#fff;stroke:#223}"
-    "text{fill:#223;text-anchor:middle}text.t{text-anchor:start;font-weight:bold}text.f{fill:#c40}</style>"
+    f'<defs><marker id="{_SCOPE}-tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+    'orient="auto"><path d="M0 0L8 4L0 8z" fill="#556"/></marker></defs>'
+    f"<style>{''.join(f'.{_SCOPE} {what}{{{how}}}' for what, how in _RULES)}</style>"
 )
 
 
@@ -129,7 +137,7 @@ def _arrow(edge: Edge, place: dict[int, tuple[float, int]]) -> str:
         path = f"M{x1:.0f} {y1 + _RADIUS} Q{(x1 + x2) / 2 - 20:.0f} {low + 12} {x2:.0f} {y2 + _RADIUS}"
         at = ((x1 + x2) / 2 - 14, low)
     return (
-        f'<path class="{kind}" d="{path}" marker-end="url(#tip)"/>'
+        f'<path class="{kind}" d="{path}" marker-end="url(#{_SCOPE}-tip)"/>'
         f'<text class="{kind}" x="{at[0]:.0f}" y="{at[1]:.0f}">{escape(edge.label)}</text>'
     )
 

@@ -10,11 +10,13 @@ compute it once (`Backend.prefill`) before the children ask for what follows.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakSet
 
 from .backends.base import Anchor, Backend, Job, Prompt, Reply
 from .chat import PLAIN_STOP, Conversation, plain_render
@@ -76,6 +78,7 @@ class Executor(StateQueue):
         self.anchor: Anchor | None = None
         self.seen = 0  # characters of the text that the backend has met
         self._scopes: dict[str, int] = {}
+        self._streaming, self._streamed = "", 0  # the generation that runs: its name, characters of it streamed
 
     def execute(self, item: Expr) -> Turn | None:
         step = self._STEPS.get(type(item))
@@ -101,7 +104,7 @@ class Executor(StateQueue):
         self._put(value, show)
 
     def _put(self, value: str, show: bool = True) -> None:
-        with self.cond:
+        with self.lock:
             self.text += value
             if show and value:
                 self.shown.append(value)
@@ -123,7 +126,7 @@ class Executor(StateQueue):
         drop, piece = self.chat.end(_content(self.parts))
         self.parts = []
         if drop:
-            with self.cond:
+            with self.lock:
                 self.text = self.text[:-drop]
             if self.anchor is not None and self.anchor.length > len(self.text):
                 self.anchor = None
@@ -178,7 +181,7 @@ class Executor(StateQueue):
         return not self.backend.continues and self.chat.role == "assistant" and not self.chat.generated
 
     def _submit(self, job: Job) -> None:
-        with self.cond:
+        with self.lock:
             if self.error is not None:
                 return
             self.jobs.add(job)
@@ -186,16 +189,12 @@ class Executor(StateQueue):
         self.backend.submit(job)
 
     def _job(self, done: Callable[[list[Reply]], None], prompt: Prompt, **fields: Any) -> tuple[Job, Turn]:
-        turn = Turn(self)
-
-        def on_done(replies: list[Reply]) -> None:
-            self.jobs.discard(job)
-            turn.finish(lambda: done(replies))
-
-        job = Job(prompt, on_done, self.fail, program=self.program, **fields)
+        turn = _JobTurn(self, done)
+        turn.job = job = Job(prompt, turn.end, self.fail, program=self.program, **fields)
         return job, turn
 
     def _gen(self, item: Gen) -> Turn | None:
+        self._streaming, self._streamed = item.name or "", 0
         opening = self._opening
         if self.chat.role is not None:
             self.chat.require_visible()
@@ -208,7 +207,7 @@ class Executor(StateQueue):
         stop = _strings(params.get("stop"))
         if spec is not None and not opening and (served := spec.cut(stop)) is not None:
             self.chat.generated = True
-            self._gen_done(item, [Reply(served, {"finish_reason": {"type": "stop"}, "speculated": True})], 0)
+            self._gen_done(item, [Reply(served, {"finish_reason": {"type": "stop"}, "speculated": True})])
             return None
         prompt = self.prompt()
         partial = prompt.partial if opening and spec is not None and isinstance(prompt.partial, str) else ""
@@ -217,34 +216,32 @@ class Executor(StateQueue):
         if spec is not None:
             params |= {"max_new_tokens": max(spec.tokens, params["max_new_tokens"]), "stop": None}
         self.chat.generated = True
-        streamed = 0
-
-        def on_text(delta: str, meta: dict[str, Any]) -> None:
-            nonlocal streamed
-            streamed += len(delta)
-            with self.cond:
-                self.streams.setdefault(item.name or "", []).append((delta, meta))
-                self.shown.append(delta)
-                self.wake()
-
-        def done(replies: list[Reply]) -> None:
-            if spec is not None:
-                whole = replies[0]
-                spec.fill(whole.text, (whole.meta.get("finish_reason") or {}).get("type") != "length")
-                if partial:
-                    spec.skip_opening(partial)
-                served = spec.cut(stop)
-                replies = [Reply(whole.text if served is None else served, whole.meta)]
-            self._gen_done(item, replies, streamed)
-
         watch = self.stream and params.get("n", 1) == 1 and spec is None and not item.reasoning and not item.dtype
+        done = functools.partial(self._gen_done, item)
+        if spec is not None:
+            done = functools.partial(self._speculated, item, spec, partial, stop)
         options = {**self.options, **item.options}
-        job, turn = self._job(done, prompt, params=params, options=options, on_text=on_text if watch else None)
+        job, turn = self._job(done, prompt, params=params, options=options, on_text=self._on_text if watch else None)
         self._submit(job)
         return turn
 
-    def _gen_done(self, item: Gen, replies: list[Reply], streamed: int) -> None:
-        name = item.name or ""
+    def _on_text(self, delta: str, meta: dict[str, Any]) -> None:
+        self._streamed += len(delta)
+        with self.lock:
+            self.streams.setdefault(self._streaming, []).append((delta, meta))
+            self.shown.append(delta)
+            self.wake()
+
+    def _speculated(self, item: Gen, spec: Speculation, partial: str, stop: list[str], replies: list[Reply]) -> None:
+        whole = replies[0]
+        spec.fill(whole.text, (whole.meta.get("finish_reason") or {}).get("type") != "length")
+        if partial:
+            spec.skip_opening(partial)
+        served = spec.cut(stop)
+        self._gen_done(item, [Reply(whole.text if served is None else served, whole.meta)])
+
+    def _gen_done(self, item: Gen, replies: list[Reply]) -> None:
+        name, streamed = item.name or "", self._streamed
         values, metas = [reply.text for reply in replies], [reply.meta for reply in replies]
         if item.dtype is not None and not self.backend.constrains:
             values = [_parse(value, item.dtype) for value in values]
@@ -257,10 +254,8 @@ class Executor(StateQueue):
         unchanged = values[0] == replies[0].text
         self.anchor = replies[0].anchor if unchanged else None
         self.seen = len(self.text)
-        self._assign(name, _one(values), _one(metas), values[0][streamed:])
-        with self.cond:
-            self.shown.append(values[0][streamed:])
-            self.wake()
+        rest = values[0][streamed:]
+        self._assign(name, _one(values), _one(metas), rest, show=True)
 
     def _select(self, item: Select) -> Turn:
         if self.chat.role is not None:
@@ -279,9 +274,11 @@ class Executor(StateQueue):
         self._submit(job)
         return turn
 
-    def _assign(self, name: str, value: Any, meta: Any, text: str) -> None:
-        """A variable of the queue has its value; `text`: what of it has not been streamed."""
-        with self.cond:
+    def _assign(self, name: str, value: Any, meta: Any, text: str, show: bool = False) -> None:
+        """A variable of the queue has its value; `text`: what of it has not been streamed, nor shown if `show`."""
+        with self.lock:
+            if show:
+                self.shown.append(text)
             self.variables[name] = value
             if meta is not None:
                 self.meta[name] = meta
@@ -316,7 +313,7 @@ class Executor(StateQueue):
             )
             for _ in range(size)
         ]  # fmt: skip
-        self.children.update(children)
+        self.children = WeakSet((*self.children, *children))
         self.append([Action(lambda: self._hand_over(children))])
         if self.error is not None:
             for child in children:
@@ -334,7 +331,7 @@ class Executor(StateQueue):
             child.advance()
 
     def _adopt(self, parent: Executor) -> None:
-        with self.cond:
+        with self.lock:
             self.text, self.begin, self.seen = parent.text, len(parent.text), parent.seen
             self.templated, self.anchor = parent.templated, parent.anchor
             self.chat = parent.chat.copy()
@@ -345,6 +342,22 @@ class Executor(StateQueue):
             self.inherited = frozenset(parent.variables)
             self.started = True
             self.wake()
+
+
+class _JobTurn(Turn):
+    """The turn of a step that the backend takes.  A run leaves a thousand of these: no cycle of references may stay."""
+
+    job: Job | None = None
+
+    def __init__(self, executor: Executor, done: Callable[[list[Reply]], None]):
+        super().__init__(executor)
+        self._apply = done
+
+    def end(self, replies: list[Reply]) -> None:
+        job, self.job = self.job, None
+        if job is not None:
+            self.executor.jobs.discard(job)
+        self.finish(lambda: self._apply(replies))
 
 
 def _content(parts: list[Any]) -> Any:

@@ -14,9 +14,11 @@ thread, since a stop string may end it.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +53,97 @@ class TokenLogprobs:
     output_top: list[list[Triple]] = field(default_factory=list)
 
 
+class Ending:
+    """The end of a request: a future without a value, of which an engine makes thousands a second.
+
+    `concurrent.futures.Future` has a condition of its own and keeps its callbacks for ever; this has a lock, and lets go
+    of what it called, so that a request and whoever watched it are freed as soon as nobody asks for them any more.
+    """
+
+    __slots__ = ("_lock", "_done", "error", "_callbacks")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._done = False
+        self.error: BaseException | None = None
+        self._callbacks: list[Callable[[Ending], Any]] | None = None
+
+    def done(self) -> bool:
+        return self._done
+
+    def set(self, error: BaseException | None = None) -> None:
+        """It has ended, with this failure or well; only the first call counts.  Callbacks run on this thread."""
+        with self._lock:
+            if self._done:
+                return
+            self._done, self.error = True, error
+            callbacks, self._callbacks = self._callbacks, None
+        for callback in callbacks or ():
+            callback(self)
+
+    def add_done_callback(self, callback: Callable[[Ending], Any]) -> None:
+        """Call it with this object at the end, or now if that has been; it must not raise."""
+        with self._lock:
+            if not self._done:
+                self._callbacks = self._callbacks or []
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait for the end; raises the failure.  TimeoutError after `timeout` seconds."""
+        if not self._done:
+            over = threading.Event()
+            self.add_done_callback(lambda _: over.set())
+            if not over.wait(timeout):
+                raise TimeoutError(f"the request has not ended within {timeout} s")
+        if self.error is not None:
+            raise self.error
+
+
+async def all_ended(sinks: Sequence[Sink]) -> None:
+    """Wait, as a coroutine, until all of them have ended, waking the loop once.  Raises a failure when it happens."""
+    loop, left = asyncio.get_running_loop(), len(sinks)
+    over = loop.create_future()
+
+    def wake() -> None:
+        if not over.done():
+            over.set_result(None)
+
+    def ended(ending: Ending) -> None:  # on the engine's thread, one after another
+        nonlocal left
+        left -= 1
+        if left == 0 or ending.error is not None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                loop.call_soon_threadsafe(wake)
+
+    for sink in sinks:
+        sink.ended.add_done_callback(ended)
+    await over
+    for sink in sinks:
+        if sink.ended.error is not None:
+            raise sink.ended.error
+
+
+class Over:
+    """Takes the place of the sink of a request that has ended: what comes late is dropped."""
+
+    def token(self, token: int, logprob: tuple[float, Alternatives] | None = None) -> None:
+        return None
+
+    def prompt_scores(self, first: int, scores: list[tuple[float, Alternatives]]) -> None:
+        return None
+
+    def end(self) -> None:
+        return None
+
+    def fail(self, error: BaseException) -> None:
+        return None
+
+
+OVER = Over()
+
+
 class Sink:
     """Receives one request's tokens and end.  Made by the caller, fed by the engine."""
 
@@ -66,8 +159,7 @@ class Sink:
         self.on_chunk = on_chunk
         self.on_progress: Callable[[], None] | None = None
         self.logprobs = logprobs
-        self.ended: Future[None] = Future()
-        self.ended.set_running_or_notify_cancel()  # else cancelling a task that awaits it would set it
+        self.ended = Ending()
         self._text = ""
         self._sent = 0  # characters of the text that chunks have carried
         self._ids: list[int] = []
@@ -151,7 +243,7 @@ class Sink:
                 self.request.finish_reason = {"type": "stop", "matched": matched}
         if self.on_chunk is not None:
             self.on_chunk(self._snapshot())
-        self.ended.set_result(None)
+        self.ended.set()
         if self.on_chunk is not None:
             self.on_chunk(None)
         if self.on_progress is not None:
@@ -160,7 +252,7 @@ class Sink:
     def fail(self, error: BaseException) -> None:
         """The engine could not finish the request."""
         if not self.ended.done():
-            self.ended.set_exception(error)
+            self.ended.set(error)
             if self.on_chunk is not None:
                 self.on_chunk(error)
             if self.on_progress is not None:

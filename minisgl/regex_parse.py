@@ -107,16 +107,19 @@ def parse(pattern: str, dialect: str = PYTHON) -> Tree:
         raise GrammarError(f"regex must be a str, not {type(pattern).__name__}")
     parser = _Parser(pattern, dialect)
     tree = parser.whole()
-    _check_syntax(pattern)
+    _check_syntax(pattern, parser.counts)
     return tree
 
 
-def _check_syntax(pattern: str) -> None:
-    """A second opinion on errors. `regex` doesn't know ECMA's spellings; those are this parser's own."""
+def _check_syntax(pattern: str, counts: list[tuple[int, int]]) -> None:
+    """A second opinion on errors. `regex` doesn't know ECMA's spellings; those are this parser's own. It writes the
+    body of {n} down n times, which takes gigabytes where they are nested; counts, known to be right, are 1 here."""
     if re.search(r"\\c[A-Za-z]|\\u\{|\\/|\\-|\(\?<[^=!]", pattern):
         return
+    edges = [0, *(edge for span in counts for edge in span), len(pattern)]
+    brief = "{1}".join(pattern[begin:end] for begin, end in zip(edges[::2], edges[1::2]))
     try:
-        regex.compile(pattern)
+        regex.compile(brief)
     except Exception as error:  # the package raises more than its own error class for odd input
         raise GrammarError(f"regex {pattern[:80]!r} is not valid: {error}") from None
 
@@ -126,6 +129,7 @@ class _Parser:
         self.pattern, self.dialect = pattern, dialect
         self.at = 0
         self.depth = 0
+        self.counts: list[tuple[int, int]] = []  # where counts like {2,3} stand
 
     # ---- reading
 
@@ -279,6 +283,7 @@ class _Parser:
         if found is None:
             return None
         self.at = found.end()
+        self.counts.append(found.span())
         low, comma, high = found.groups()
         if not low and self.dialect != PYTHON:
             raise self.refuse("the quantifier {,n}, on which dialects disagree")

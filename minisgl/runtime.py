@@ -37,7 +37,7 @@ from .engine import Counters, Engine
 from .events import EventLog
 from .grammar import BACKENDS, Compiled, GrammarCompiler, GrammarSpec, Kind
 from .loader import load_model, resolve_model
-from .output import EngineError, Sink, TokenLogprobs
+from .output import EngineError, Sink, TokenLogprobs, all_ended
 from .policy import POLICIES
 from .pool import KVPool, RequestTable, SlotAllocator
 from .radix import NullCache, RadixTree
@@ -301,7 +301,7 @@ class Runtime:
             return stream_
         try:
             self._engine.submit([sink.request for sink in sinks])
-            await asyncio.gather(*(asyncio.wrap_future(sink.ended) for sink in sinks))
+            await all_ended(sinks)
         except BaseException:
             self._engine.abort([sink.request for sink in sinks])
             raise
@@ -492,6 +492,8 @@ class Runtime:
                 raise ValueError("prompt is empty: at least one character is needed")
             # a tokenizer may know tokens that the model has no embedding for
             return [self._checked_ids("prompt", ids) for ids in self.tokenizer.encode_batch(texts)], single
+        if isinstance(input_ids, np.ndarray) and input_ids.ndim == 1:
+            return [self._checked_ids("input_ids", input_ids)], True
         if isinstance(input_ids, (np.ndarray, torch.Tensor)):
             input_ids = input_ids.tolist()
         if not isinstance(input_ids, Sequence) or isinstance(input_ids, (str, bytes)):

@@ -257,19 +257,14 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _patterns(name: str, value: Any) -> tuple[str, ...]:
-    """Like _strings; each must compile, and not match the empty text (which would stop at once)."""
+    """Like _strings; each must compile, in bounded memory, and not match the empty text (which would stop at once)."""
     patterns = _strings(name, value)
     if not patterns:
         return ()
-    import regex  # only here: a cheap import of minisgl stays cheap
+    from .stops import compile_pattern  # only here: a cheap import of minisgl stays cheap
 
     for pattern in patterns:
-        try:
-            matches_nothing = regex.compile(pattern).search("") is not None
-        except regex.error as error:
-            raise ValueError(f"{name} must be a valid regular expression, got {pattern!r}: {error}") from None
-        if matches_nothing:
-            _refuse(name, "a regular expression that does not match the empty string", pattern)
+        compile_pattern(pattern)
     return patterns
 
 

@@ -33,18 +33,15 @@ from typing import TYPE_CHECKING, Any
 
 try:
     import uvicorn
-    from starlette.applications import Starlette
-    from starlette.exceptions import HTTPException
     from starlette.requests import Request
     from starlette.responses import Response
-    from starlette.routing import Route
 except ImportError as error:
     raise ImportError('the server needs pydantic, starlette and uvicorn: pip install "minisgl[server]"') from error
 
 from . import __version__, server_native, server_openai
 from .metrics import Metrics
-from .server_http import BoundedHeads, KeyGuard, Reply, endpoint, refusal
-from .server_jobs import ApiError, Limits, Service
+from .server_http import BoundedHeads, KeyGuard, Reply, Routes
+from .server_jobs import Limits, Service
 from .server_schemas import openapi
 
 if TYPE_CHECKING:
@@ -58,7 +55,7 @@ _ROUTES: dict[str, tuple[str, Callable[[Service, Request], Awaitable[Response]]]
     "/v1/chat/completions": ("POST", server_openai.chat),
     "/v1/completions": ("POST", server_openai.completions),
     "/v1/models": ("GET", server_native.models),
-    "/v1/models/{model:path}": ("GET", server_native.models),
+    "/v1/models/*": ("GET", server_native.models),
     "/v1/embeddings": ("POST", server_native.embeddings),
     "/generate": ("POST", server_native.generate),
     "/health": ("GET", server_native.health),
@@ -78,19 +75,8 @@ def make_app(service: Service, api_key: str | None = None) -> ASGIApp:
     async def show_openapi(request: Request) -> Response:
         return Reply(document)
 
-    async def refuse(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        what = {404: f"there is no {request.url.path}", 405: f"{request.method} is not for {request.url.path}"}
-        answer = refusal(ApiError(error.status_code, what.get(error.status_code, str(error.detail))))
-        answer.headers.update(error.headers or {})
-        return answer
-
-    routes = [
-        Route(path, endpoint(partial(handler, service)), methods=methods.split())
-        for path, (methods, handler) in _ROUTES.items()
-    ]
-    routes.append(Route("/openapi.json", show_openapi))
-    app: ASGIApp = Starlette(routes=routes, exception_handlers={HTTPException: refuse})
+    handlers = {path: (methods, partial(handler, service)) for path, (methods, handler) in _ROUTES.items()}
+    app = Routes({**handlers, "/openapi.json": ("GET", show_openapi)})
     return app if api_key is None else KeyGuard(app, api_key)
 
 

@@ -1,18 +1,23 @@
 """The HTTP side of the server, with nothing in it about models: bodies in, JSON and event streams out, errors, the key.
 
-A handler is `async def handler(request) -> Response`; `endpoint(handler)` makes every exception in it an answer in
-OpenAI's envelope.  A handler that waits for the engine does so in `unless_gone`, since Starlette lets a plain handler
-run to its end after its client has left; `EventStream` watches the connection itself.
+A handler is `async def handler(request) -> Response`; `Routes` finds it by its path and makes every exception in it an
+answer in OpenAI's envelope.  A handler that waits for the engine does so in `Connected`, since nobody else ends it when
+its client leaves; `EventStream` watches the connection itself.
+
+The loop shares the interpreter with the engine's thread, so what happens here once per request is kept short: no
+middleware, a callback where a task is not needed, one JSON encoder.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
@@ -27,7 +32,6 @@ try:
 except ImportError as error:
     raise ImportError('the server needs pydantic, starlette and uvicorn: pip install "minisgl[server]"') from error
 
-T = TypeVar("T")
 Model = TypeVar("Model", bound=BaseModel)
 Handler = Callable[[Request], Awaitable[Response]]
 log = logging.getLogger(__name__)
@@ -38,9 +42,12 @@ OPEN_PATHS = frozenset(("/health", "/health_generate"))  # what load balancers a
 # ---- out -----------------------------------------------------------------------------------------------------------
 
 
+_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
 def encode(value: Any) -> bytes:
     """JSON as ASCII, so that half a surrogate pair in a text can be sent as well; NaN and infinity are defects here."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    return _to_json(value).encode()
 
 
 class Reply(Response):
@@ -56,20 +63,107 @@ def refusal(error: BaseException) -> Reply:
     told = as_api_error(error)
     if told.status == 500 and not isinstance(error, ApiError):
         log.error("a request failed", exc_info=error)
-    headers = {"Retry-After": str(told.retry_after)} if told.retry_after else None
-    return Reply(told.body(), told.status, headers)
+    headers = {"Retry-After": str(told.retry_after)} if told.retry_after else {}
+    return Reply(told.body(), told.status, {**headers, **told.headers})
 
 
-def endpoint(handler: Handler) -> Handler:
-    async def answer(request: Request) -> Response:
+class Routes:
+    """The ASGI application: exact paths, and those that end in "/*", whose rest is `request.path_params["rest"]`.
+
+    handlers   path -> (methods, handler); GET is HEAD as well
+    """
+
+    def __init__(self, handlers: Mapping[str, tuple[str, Handler]]):
+        split = {path: (frozenset(methods.split()), handler) for path, (methods, handler) in handlers.items()}
+        self._exact = {path: found for path, found in split.items() if not path.endswith("/*")}
+        self._below = {path[:-1]: found for path, found in split.items() if path.endswith("/*")}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
         try:
-            return await handler(request)
+            response = await self._find(scope)(request)
         except (ClientGone, ClientDisconnect):
-            return Response(status_code=499)  # nobody reads it
+            response = Response(status_code=499)  # nobody reads it
         except Exception as error:
-            return refusal(error)
+            response = refusal(error)
+        await response(scope, receive, send)
 
-    return answer
+    def _find(self, scope: Scope) -> Handler:
+        path, method = scope["path"], scope["method"]
+        found = self._exact.get(path)
+        if found is None:
+            for start, below in self._below.items():
+                if path.startswith(start):
+                    found = below
+                    scope["path_params"] = {"rest": path[len(start) :]}
+        if found is None:
+            raise ApiError(404, f"there is no {path}")
+        methods, handler = found
+        if method not in methods and not (method == "HEAD" and "GET" in methods):
+            raise ApiError(405, f"{method} is not for {path}", headers={"Allow": ", ".join(sorted(methods))})
+        return handler
+
+
+class Interruptible:
+    """`with`: the task that runs in it is cancelled by `interrupt`, and leaving it then raises `error`."""
+
+    error: type[Exception]
+
+    def __enter__(self) -> Interruptible:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task: asyncio.Task[Any] | None = task
+        self._interrupted = False
+        return self
+
+    def interrupt(self, _: Any = None) -> None:
+        if self._task is not None and not self._interrupted:
+            self._interrupted = True
+            self._task.cancel()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        task, self._task = self._task, None
+        if self._interrupted:
+            if sys.version_info >= (3, 11):
+                assert task is not None
+                task.uncancel()
+            if kind is asyncio.CancelledError:
+                raise self.error from None
+
+
+class Connected(Interruptible):
+    """Work for a client, which ends with ClientGone when the client goes away."""
+
+    error = ClientGone
+
+    def __init__(self, receive: Receive):
+        self._receive = receive
+
+    def __enter__(self) -> Interruptible:
+        self._watch = asyncio.get_running_loop().create_task(disconnected(self._receive))
+        self._watch.add_done_callback(self.interrupt)
+        return super().__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self._watch.cancel()
+        super().__exit__(kind, error, trace)
+
+
+class Deadline(Interruptible):
+    """Work that ends with TimeoutError after `seconds`.  (asyncio.timeout is Python 3.11's; wait_for makes a task.)"""
+
+    error = TimeoutError
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+
+    def __enter__(self) -> Interruptible:
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self.interrupt)
+        return super().__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self._timer.cancel()
+        super().__exit__(kind, error, trace)
 
 
 class EventStream(Response):
@@ -89,22 +183,24 @@ class EventStream(Response):
         self._pieces, self._held, self._write_timeout = pieces, held, write_timeout
         self._check_every = check_every
         self._sending: float | None = None  # since when a write has been waiting for the client
+        self._timer: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()
-        writer = loop.create_task(self._write(send, loop))
-        gone = loop.create_task(_disconnected(receive))
         try:
-            while True:
-                wait = asyncio.wait((writer, gone), timeout=self._check_every, return_when=asyncio.FIRST_COMPLETED)
-                if (await wait)[0]:
-                    break
-                if self._sending is not None and loop.time() - self._sending > self._write_timeout:
-                    break
+            with contextlib.suppress(ClientGone), Connected(receive) as connected:
+                self._check(loop, connected)
+                await self._write(send, loop)
         finally:
-            gone.cancel()
-            await cancel(writer)
+            if self._timer is not None:
+                self._timer.cancel()
             await self._held.aclose()
+
+    def _check(self, loop: asyncio.AbstractEventLoop, connected: Interruptible) -> None:
+        if self._sending is not None and loop.time() - self._sending > self._write_timeout:
+            connected.interrupt()
+        else:
+            self._timer = loop.call_later(self._check_every, self._check, loop, connected)
 
     async def _write(self, send: Send, loop: asyncio.AbstractEventLoop) -> None:
         async def body(piece: bytes, more: bool) -> None:
@@ -133,17 +229,18 @@ def event(value: Any) -> bytes:
 # ---- in ------------------------------------------------------------------------------------------------------------
 
 
-async def parse(request: Request, model: type[Model], max_body: int, timeout: float) -> Model:
-    """The body as a model.  Raises ApiError: 400, 408 or 413."""
+async def parse(request: Request, model: type[Model], max_body: int, timeout: float) -> tuple[Model, int]:
+    """The body as a model, and its size in bytes.  Raises ApiError: 400, 408 or 413."""
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":  # a web page can post other types to a server on loopback without asking
         raise ApiError(400, f"Content-Type must be application/json, got {kind or 'none'!r}")
     try:
-        body = await asyncio.wait_for(_read(request, max_body), timeout)
-    except (TimeoutError, asyncio.TimeoutError):
+        with Deadline(timeout):
+            body = await _read(request, max_body)
+    except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {timeout:g} seconds") from None
     try:
-        return model.model_validate_json(body)
+        return model.model_validate_json(body), len(body)
     except ValidationError as error:
         raise _invalid(error) from None
 
@@ -183,23 +280,10 @@ def _invalid(error: ValidationError) -> ApiError:
     return ApiError(400, f"{path or 'the body'}: {problem['msg']}", param=path or None)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has gone away."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away; then raises ClientGone."""
-    loop = asyncio.get_running_loop()
-    task, gone = loop.create_task(work), loop.create_task(_disconnected(request.receive))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
-    finally:
-        gone.cancel()
-        await cancel(task)
 
 
 async def cancel(task: asyncio.Task[Any]) -> None:

@@ -1,12 +1,12 @@
 """Between the event loop and the engine's thread: submitting, waiting, streaming, and ending what nobody waits for.
 
     event loop                                     engine thread
-    Service.prepare   (worker threads: tokenise, compile grammars)
-    Job.submit        ------------------------->   runs
+    async with Job    ------------------------->   runs
+      (prepared on a worker thread if that takes a while: long prompts, grammars)
     Job.wait / Job.changes   <--- Doorbell.ring    a token, an end
-    abort             ------------------------->   frees the KV at the next step
+    leaving the Job   ------------------------->   frees the KV at the next step
 
-Two ideas keep HTTP cheap beside an engine in the same interpreter:
+Three ideas keep HTTP cheap beside an engine in the same interpreter:
 
 *The reader takes, the engine does not give.*  A token only rings a bell.  When a stream's coroutine gets to run, it
 writes whatever its sequences have grown by since: one token when the machine is idle, ten when it is busy.  So a client
@@ -14,20 +14,26 @@ that reads slowly holds nothing back but its own socket's buffer, and no queue o
 
 *The bell is answered in rounds.*  All streams that have news are woken together, and the next round begins only after
 a pause of a few times as long as this one took: writing responses takes at most `SHARE` of the interpreter's time, and
-the more there is to write the more tokens share a write.
+the more there is to write the more tokens share a write.  Only an end does not wait for the round: its client may have
+the next request ready.
+
+*What is quick is done at once.*  Another thread, which must first get the interpreter and then give it back, costs more
+than to tokenise a short prompt does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .output import EngineError, Sink
@@ -46,16 +52,19 @@ _PARAMETERS = {f.name for f in fields(SamplingParams)} | {
 LEAST = -9999.0  # what a log-probability of minus infinity is written as, which JSON has not
 SHARE = 0.2  # of the interpreter's time that rounds of writing may take
 LONGEST_PAUSE = 0.25  # seconds between two rounds
+QUICK_BODY = 4096  # bytes of a body that is tokenised on the loop: well under a millisecond
 
 
 class ApiError(Exception):
     """An answer other than 200, in OpenAI's words."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: int = 0
-    ):
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: int = 0,
+        headers: Mapping[str, str] | None = None,
+    ):  # fmt: skip
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
+        self.headers = headers or {}
 
     @property
     def type(self) -> str:
@@ -139,21 +148,30 @@ class Doorbell:
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop = loop
         self._rung: deque[Listener] = deque()
-        self._armed = False
+        self._ended: deque[Listener] = deque()
+        self._armed = self._armed_last = False
         self._not_before = 0.0
 
     def ring(self, listener: Listener) -> None:
-        """From any thread."""
+        """From any thread: there is something to read."""
         if listener.rung:
             return
         listener.rung = True
         self._rung.append(listener)
         if not self._armed:
             self._armed = True
-            try:
-                self._loop.call_soon_threadsafe(self._answer)
-            except RuntimeError:  # the loop was closed: nobody reads any more
-                return
+            self._call(self._answer)
+
+    def ring_last(self, listener: Listener) -> None:
+        """From any thread: there will be nothing more.  Heard at once, with all others that end in the same step."""
+        self._ended.append(listener)
+        if not self._armed_last:
+            self._armed_last = True
+            self._call(self._answer_last)
+
+    def _call(self, answer: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the loop was closed: nobody reads any more
+            self._loop.call_soon_threadsafe(answer)
 
     def _answer(self) -> None:
         pause = self._not_before - time.perf_counter()
@@ -161,8 +179,15 @@ class Doorbell:
             self._loop.call_later(pause, self._answer)
             return
         self._armed = False  # before taking: who rings from here on arms again
-        while self._rung:
-            self._rung.popleft().wake()
+        self._wake(self._rung)
+
+    def _answer_last(self) -> None:
+        self._armed_last = False
+        self._wake(self._ended)
+
+    def _wake(self, listeners: deque[Listener]) -> None:
+        while listeners:
+            listeners.popleft().wake()
         self._loop.call_soon(self._rest, time.thread_time())  # runs after those just woken
 
     def _rest(self, begin: float) -> None:
@@ -179,6 +204,9 @@ class Listener:
 
     def ring(self) -> None:
         self.bell.ring(self)
+
+    def ring_last(self) -> None:
+        self.bell.ring_last(self)
 
     def wake(self) -> None:
         self.rung = False
@@ -228,23 +256,75 @@ class Tail:
         return scores.output[begin:end], scores.output_top[begin:end]
 
 
-class Job:
-    """Some sequences of one request, in the engine.  stream: `changes` will be read, not just `wait`."""
+class Where(enum.Enum):
+    """Where a request is prepared."""
 
-    def __init__(self, service: Service, sinks: Sequence[Sink], *, stream: bool):
-        self.service, self.sinks = service, sinks
+    QUICK, PLAIN, GRAMMAR = range(3)
+
+    @classmethod
+    def of(cls, size: int, grammar: bool) -> Where:
+        """size: bytes of the request's body."""
+        return cls.GRAMMAR if grammar else cls.QUICK if size <= QUICK_BODY else cls.PLAIN
+
+
+class Job:
+    """Some sequences of one request, in the engine: `async with` prepares and submits them, and ends on leaving
+    whatever still runs of them.
+
+    count     of sequences, which take their places in the queue until the engine has ended them, however long the
+              response takes; 0: they are counted already
+    make      makes their sinks and raises ValueError for whatever is wrong
+    stream    `changes` will be read, not just `wait`
+    where     `make` is called: QUICK, on the loop; PLAIN or GRAMMAR, on a worker thread
+
+    Entering raises ApiError, and what `make` raises.
+    """
+
+    sinks: Sequence[Sink]
+    tails: list[Tail]
+
+    def __init__(self, service: Service, count: int, make: Callable[[], Sequence[Sink]], *, stream: bool, where: Where):
+        self.service, self._count, self._make, self.stream, self._where = service, count, make, stream, where
         self._listener = Listener(service.bell)
-        self._left = len(sinks)
-        for sink in sinks:
-            if stream:
-                sink.notify(self._listener.ring)
-            sink.ended.add_done_callback(self._ended)
-        self.tails = [Tail(sink) for sink in sinks]
+
+    async def __aenter__(self) -> Job:
+        service, count = self.service, self._count
+        if count:
+            service.check_open()
+            service.admission.take(count)
+        try:
+            if self._where is Where.QUICK:
+                self.sinks = self._make()
+            else:
+                self.sinks = await service.off_loop(self._make, grammar=self._where is Where.GRAMMAR)
+            self._left = len(self.sinks)
+            for sink in self.sinks:
+                if self.stream:
+                    sink.notify(self._listener.ring)
+                sink.ended.add_done_callback(self._ended)
+            self.tails = [Tail(sink) for sink in self.sinks]
+            service.runtime.engine.submit([sink.request for sink in self.sinks])
+        except BaseException:
+            service.admission.give(count)
+            raise
+        for sink in self.sinks:  # called at once where it has ended already
+            sink.ended.add_done_callback(partial(self._account, sink))
+        service.jobs.add(self)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.service.jobs.discard(self)
+        self.abort()
 
     def _ended(self, _: Any) -> None:
         self._left -= 1  # on the engine's thread, one after the other
         if not self._left:
-            self._listener.ring()
+            self._listener.ring_last()
+
+    def _account(self, sink: Sink, _: Any) -> None:
+        if self._count:
+            self.service.admission.give()
+        self.service.metrics.observe(sink.request)
 
     def abort(self) -> None:
         """End what has not ended."""
@@ -300,43 +380,6 @@ class Service:
         """Run what takes a while on a worker thread."""
         pool = self._grammars if grammar else self._plain
         return await asyncio.get_running_loop().run_in_executor(pool, function)
-
-    @asynccontextmanager
-    async def job(
-        self, count: int, make: Callable[[], Sequence[Sink]], *, stream: bool = False, grammar: bool = False
-    ) -> AsyncIterator[Job]:
-        """Admit, prepare and submit `count` sequences; on leaving, whatever still runs of them is ended.
-
-        `make` runs on a worker thread and raises ValueError for whatever is wrong.  The sequences count in the queue
-        until the engine has ended them, however long the response takes; with count=0 they are counted already.
-        Raises ApiError.
-        """
-        if count:
-            self.check_open()
-            self.admission.take(count)
-        try:
-            sinks = await self.off_loop(make, grammar=grammar)
-            job = Job(self, sinks, stream=stream)
-            self.runtime.engine.submit([sink.request for sink in sinks])
-        except BaseException:
-            self.admission.give(count)
-            raise
-        for sink in sinks:  # called at once where it has ended already
-            sink.ended.add_done_callback(self._account(sink, bool(count)))
-        self.jobs.add(job)
-        try:
-            yield job
-        finally:
-            self.jobs.discard(job)
-            job.abort()
-
-    def _account(self, sink: Sink, counted: bool) -> Callable[[Any], None]:
-        def ended(_: Any) -> None:
-            if counted:
-                self.admission.give()
-            self.metrics.observe(sink.request)
-
-        return ended
 
     def check_open(self) -> None:
         if self.draining or not self.runtime.engine.alive:

@@ -15,8 +15,8 @@ from starlette.responses import Response
 
 from . import __version__
 from .sampling_params import SamplingParams
-from .server_http import EventStream, Reply, event, parse, unless_gone
-from .server_jobs import ApiError, Job, Service, finite
+from .server_http import Connected, EventStream, Reply, event, parse
+from .server_jobs import ApiError, Job, Service, Where, finite
 from .server_schemas import MAX_OUTPUTS, AbortRequest, GenerateRequest
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _LISTED = {"return_logprob": False, "logprob_start_len": -1, "top_logprobs_num":
 
 async def generate(service: Service, request: Request) -> Response:
     limits = service.limits
-    body = await parse(request, GenerateRequest, limits.max_body, limits.body_timeout)
+    body, size = await parse(request, GenerateRequest, limits.max_body, limits.body_timeout)
     if (body.text is None) == (body.input_ids is None):
         raise ApiError(400, "give text or input_ids, one of the two", param="text")
     given: Any = body.text if body.text is not None else body.input_ids
@@ -60,19 +60,18 @@ async def generate(service: Service, request: Request) -> Response:
         ]  # fmt: skip
 
     count = sum(p.n for p in params)
-    grammar = any(p.grammar is not None for p in params)
+    where = Where.of(size, grammar=any(p.grammar is not None for p in params))
+    job = Job(service, count, make, stream=body.stream, where=where)
     many = not single or count > 1
-    if not body.stream:
-
-        async def run() -> Response:
-            async with service.job(count, make, grammar=grammar) as job:
-                replies = [_finite(reply) for reply in await job.wait()]
-            return Reply(replies if many else replies[0])
-
-        return await unless_gone(request, run())
-    held = AsyncExitStack()
-    job = await unless_gone(request, held.enter_async_context(service.job(count, make, stream=True, grammar=grammar)))
-    return EventStream(_events(job, many), held, limits.write_timeout)
+    if body.stream:
+        held = AsyncExitStack()
+        with Connected(request.receive):
+            await held.enter_async_context(job)
+        return EventStream(_events(job, many), held, limits.write_timeout)
+    with Connected(request.receive):
+        async with job:
+            replies = [_finite(reply) for reply in await job.wait()]
+    return Reply(replies if many else replies[0])
 
 
 def _or(value: Any, default: Any) -> Any:
@@ -143,7 +142,7 @@ def _entry(entry: tuple[float | None, int, str | None]) -> tuple[float | None, i
 
 
 async def abort_request(service: Service, request: Request) -> Response:
-    body = await parse(request, AbortRequest, service.limits.max_body, service.limits.body_timeout)
+    body, _ = await parse(request, AbortRequest, service.limits.max_body, service.limits.body_timeout)
     if body.abort_all:
         service.abort_all()
     elif body.rid:
@@ -213,9 +212,10 @@ async def _one_token(service: Service) -> None:
     one = {"max_new_tokens": 1, "temperature": 0}
 
     async def run() -> None:
-        async with service.job(0, lambda: service.runtime.prepare(
-            None, one, [0], None, False, -1, 0, False, 0, None
-        )[0]) as job:  # fmt: skip
+        def make() -> list[Sink]:
+            return service.runtime.prepare(None, one, [0], None, False, -1, 0, False, 0, None)[0]
+
+        async with Job(service, 0, make, stream=False, where=Where.QUICK) as job:
             await job.wait()
 
     try:
@@ -232,7 +232,7 @@ async def metrics(service: Service, request: Request) -> Response:
 
 
 async def models(service: Service, request: Request) -> Response:
-    name = request.path_params.get("model")
+    name = request.path_params.get("rest")
     if name is not None:
         service.check_model(name)
     card = {"id": service.names[0], "object": "model", "created": int(service.started), "owned_by": "minisgl",

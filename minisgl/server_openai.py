@@ -17,11 +17,12 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from . import __version__
-from .server_http import EventStream, Reply, encode, parse, unless_gone
-from .server_jobs import ApiError, Job, Service, Tail, finite, usage
+from .server_http import Connected, EventStream, Reply, encode, parse
+from .server_jobs import ApiError, Job, Service, Tail, Where, finite, usage
 from .server_schemas import ChatRequest, CompletionRequest, Sampling
 from .server_tools import chat_prompt, talk, uses_tools
 
@@ -197,14 +198,17 @@ class Envelope:
     def __post_init__(self) -> None:
         self.base = {"id": self.format.prefix + uuid.uuid4().hex, "created": int(time.time()), "model": self.model,
                      "system_fingerprint": f"minisgl-{__version__}"}  # fmt: skip
-        self._head = b"data: " + encode({"object": self.format.piece_object, **self.base})[:-1] + b',"choices":['
-        self._end = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
+
+    @cached_property
+    def _head(self) -> bytes:
+        return b"data: " + encode({"object": self.format.piece_object, **self.base})[:-1] + b',"choices":['
 
     def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> Reply:
         return Reply({"object": self.format.object, **self.base, "choices": choices, "usage": usage})
 
     def event(self, choice: dict[str, Any]) -> bytes:
-        return self._head + encode(choice) + self._end
+        end = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
+        return self._head + encode(choice) + end
 
     def usage_event(self, usage: dict[str, Any]) -> bytes:
         return self._head + b'],"usage":' + encode(usage) + b"}\n\n"
@@ -223,7 +227,7 @@ def job_usage(sinks: Sequence[Sink], n: int) -> dict[str, Any]:
 
 async def chat(service: Service, request: Request) -> Response:
     limits = service.limits
-    body = await parse(request, ChatRequest, limits.max_body, limits.body_timeout)
+    body, size = await parse(request, ChatRequest, limits.max_body, limits.body_timeout)
     check_common(service, body)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
@@ -239,12 +243,13 @@ async def chat(service: Service, request: Request) -> Response:
         return prepare(service, body, ids, params, bool(body.logprobs), -1, body.top_logprobs or 0)
 
     form = ChatFormat(service.runtime.tokenizer, logprobs=bool(body.logprobs))
-    return await _respond(service, request, body, params, make, params["n"], form, envelope)
+    job = Job(service, params["n"], make, stream=bool(body.stream), where=Where.of(size, constrained(params)))
+    return await _respond(request, job, form, envelope, params["n"])
 
 
 async def completions(service: Service, request: Request) -> Response:
     limits = service.limits
-    body = await parse(request, CompletionRequest, limits.max_body, limits.body_timeout)
+    body, size = await parse(request, CompletionRequest, limits.max_body, limits.body_timeout)
     check_common(service, body)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise ApiError(400, "best_of is not supported, other than equal to n", param="best_of")
@@ -271,7 +276,10 @@ async def completions(service: Service, request: Request) -> Response:
 
     form = TextFormat(tokenizer, logprobs=scored, echoes=echoes, n=params["n"])
     envelope = Envelope(TextFormat, service.names[0], include_usage(body))
-    return await _respond(service, request, body, params, make, len(prompts) * params["n"], form, envelope)
+    n = params["n"]
+    where = Where.of(size, constrained(params))
+    job = Job(service, len(prompts) * n, make, stream=bool(body.stream), where=where)
+    return await _respond(request, job, form, envelope, n)
 
 
 def include_usage(body: Sampling) -> bool:
@@ -289,25 +297,19 @@ def constrained(params: dict[str, Any]) -> bool:
     return any(params.get(name) is not None for name in ("regex", "json_schema", "ebnf", "structural_tag"))
 
 
-async def _respond(
-    service: Service, request: Request, body: Sampling, params: dict[str, Any], make: Any, count: int, form: Format,
-    envelope: Envelope,
-) -> Response:  # fmt: skip
-    grammar = constrained(params)
-    if not body.stream:
-
-        async def run() -> Response:
-            async with service.job(count, make, grammar=grammar) as job:
-                replies = await job.wait()
-            for tail in job.tails:
-                tail.over = True
-            choices = [form.choice(i, tail, reply["text"]) for i, (tail, reply) in enumerate(zip(job.tails, replies))]
-            return envelope.whole(choices, job_usage(job.sinks, params["n"]))
-
-        return await unless_gone(request, run())
-    held = AsyncExitStack()
-    job = await unless_gone(request, held.enter_async_context(service.job(count, make, stream=True, grammar=grammar)))
-    return EventStream(_chunks(job, form, envelope, params["n"]), held, service.limits.write_timeout)
+async def _respond(request: Request, job: Job, form: Format, envelope: Envelope, n: int) -> Response:
+    if job.stream:
+        held = AsyncExitStack()
+        with Connected(request.receive):
+            await held.enter_async_context(job)
+        return EventStream(_chunks(job, form, envelope, n), held, job.service.limits.write_timeout)
+    with Connected(request.receive):
+        async with job:
+            replies = await job.wait()
+    for tail in job.tails:
+        tail.over = True
+    choices = [form.choice(i, tail, reply["text"]) for i, (tail, reply) in enumerate(zip(job.tails, replies))]
+    return envelope.whole(choices, job_usage(job.sinks, n))
 
 
 async def _chunks(job: Job, form: Format, envelope: Envelope, n: int) -> AsyncGenerator[bytes, None]:

@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .chat_template import ChatTemplateError
-from .server_http import EventStream, cancel, encode, unless_gone
-from .server_jobs import ApiError, Service, usage
+from .server_http import Connected, EventStream, cancel, encode
+from .server_jobs import ApiError, Job, Service, Where, usage
 from .server_schemas import ChatRequest, Message, NamedTool, Tool
 
 if TYPE_CHECKING:
@@ -274,7 +274,8 @@ class Turn:
             self.service.check_length(ids, self.left)
             return runtime.prepare(None, params, ids, None, False, -1, 0, False, self.priority, self.rid)[0]
 
-        async with self.service.job(0, make, stream=True, grammar=grammar) as job:
+        where = Where.GRAMMAR if grammar else Where.PLAIN
+        async with Job(self.service, 0, make, stream=True, where=where) as job:
             async for news in job.changes():
                 for _, _, text, _ in news:
                     self.written += text
@@ -307,11 +308,13 @@ async def talk(
     for tool in body.tools or ():
         service.check_grammar("tools", encode(tool.function.parameters).decode())
     held = AsyncExitStack()
-    turns = await unless_gone(request, _turns(service, body, params, held))
+    with Connected(request.receive):
+        turns = await _turns(service, body, params, held)
     if body.stream:
         return EventStream(_chunks(turns, envelope), held, service.limits.write_timeout)
     try:
-        parts = await unless_gone(request, _collect(turns))
+        with Connected(request.receive):
+            parts = [part async for part in _merged(turns)]
     finally:
         await held.aclose()
     choices = [_choice(turn, [part for part in parts if part.index == turn.index]) for turn in turns]
@@ -348,10 +351,6 @@ async def _turns(
         turns.append(Turn(service, i, ids, own, list(body.tools or ()), choice, body.parallel_tool_calls is not False,
                           body.priority or 0, rid))  # fmt: skip
     return turns
-
-
-async def _collect(turns: list[Turn]) -> list[Part]:
-    return [part async for part in _merged(turns)]
 
 
 async def _merged(turns: list[Turn]) -> AsyncGenerator[Part, None]:

@@ -173,12 +173,12 @@ class ProgramState:
                 loop.call_soon_threadsafe(changed.set)
 
         index, last = 0, False
-        with executor.cond:
+        with executor.lock:
             executor.listeners.add(listener)
         try:
             while not last:
                 changed.clear()
-                with executor.cond:
+                with executor.lock:
                     new, last = executor.chunks(var_name, index)
                 index += len(new)
                 for text, meta in new:

@@ -27,13 +27,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from .backends.base import Job, WorkerPool
 from .ir import Expr, Gen, Select, VarBegin
 
 POLL = None if os.name == "posix" else 0.2  # elsewhere Ctrl-C cannot interrupt a wait without a timeout
 Chunk = tuple[str, dict[str, Any]]
+_adding = threading.Lock()  # of a program's states, by threads of its body's own
 
 
 class Program:
@@ -42,13 +43,24 @@ class Program:
     def __init__(self, ended: bool = True):
         self.ended = ended
         self.owner: int | None = None  # the thread that runs the body, while it does
-        self.executors: WeakSet[StateQueue] = WeakSet()
+        self._first: ref[StateQueue] | None = None  # a set for the one state that most programs have costs more than it
+        self._others: WeakSet[StateQueue] | tuple[()] = ()
+
+    def add(self, executor: StateQueue) -> None:
+        if self._first is None:
+            self._first = ref(executor)
+        else:
+            with _adding:
+                self._others = self._others or WeakSet()
+                self._others.add(executor)
 
     def end(self) -> None:
         self.ended, self.owner = True, None
-        for executor in list(self.executors):
-            with executor.cond:
-                executor.wake()
+        first = self._first() if self._first is not None else None
+        for executor in (first, *self._others):
+            if executor is not None:
+                with executor.lock:
+                    executor.wake()
 
     @property
     def more_may_come(self) -> bool:
@@ -64,7 +76,7 @@ class Turn:
         self._left = self._done = False
 
     def passed(self) -> bool:
-        with self.executor.cond:
+        with self.executor.lock:
             self._left = True
             return self._done
 
@@ -77,7 +89,7 @@ class Turn:
         except BaseException as error:  # on the backend's thread: it belongs to whoever waits for the state
             executor.fail(error)
             return
-        with executor.cond:
+        with executor.lock:
             self._done = True
             left = self._left
         if left:
@@ -92,15 +104,16 @@ class StateQueue:
 
     def __init__(self, program: Program | None, started: bool, waits: bool):
         self.program = program or Program()
-        self.program.executors.add(self)
+        self.program.add(self)
         self.waits = waits
-        self.cond = threading.Condition()
+        self.lock = threading.RLock()
+        self._changed: threading.Condition | None = None  # of `lock`, made for the first thread that waits
         self.error: BaseException | None = None
         self.started = started  # a forked state starts when its parent's queue has come to the fork
         self.busy = not started
         self.queue: deque[Expr] = deque()
         self.jobs: set[Job] = set()
-        self.children: WeakSet[StateQueue] = WeakSet()
+        self.children: WeakSet[StateQueue] | tuple[()] = ()  # most states never fork
         self.listeners: set[Callable[[], None]] = set()
         self.variables: dict[str, Any] = {}
         self.meta: dict[str, Any] = {}
@@ -117,7 +130,7 @@ class StateQueue:
     # ---- the queue -----------------------------------------------------------------------------------------------
 
     def append(self, items: Iterable[Expr]) -> None:
-        with self.cond:
+        with self.lock:
             if self.error is not None:
                 return  # whoever waits for this state is told
             self.queue.extend(self._declare(item) for item in items)
@@ -144,7 +157,7 @@ class StateQueue:
     def advance(self) -> None:
         """Run the queue until it is empty, has failed, or waits for the backend.  For the holder of `busy` only."""
         while True:
-            with self.cond:
+            with self.lock:
                 if self.error is not None:
                     return
                 if not self.queue:
@@ -165,7 +178,7 @@ class StateQueue:
 
     def fail(self, error: BaseException) -> None:
         """Stop with this error: drop the queue, cancel what runs, tell the waiters and the children."""
-        with self.cond:
+        with self.lock:
             if self.error is not None:
                 return
             self.error, self._traceback = error, error.__traceback__
@@ -180,10 +193,12 @@ class StateQueue:
             child.fail(error)
 
     def wake(self) -> None:
-        """Tell everyone who waits that something changed (with `cond` held)."""
-        self.cond.notify_all()
-        for listener in list(self.listeners):
-            listener()
+        """Tell everyone who waits that something changed (with `lock` held)."""
+        if self._changed is not None:
+            self._changed.notify_all()
+        if self.listeners:
+            for listener in list(self.listeners):
+                listener()
 
     # ---- waiting -------------------------------------------------------------------------------------------------
 
@@ -194,10 +209,12 @@ class StateQueue:
     def wait(self, ready: Callable[[], bool]) -> None:
         """Block until ready(), or raise the state's error.  Ctrl-C while waiting stops the state."""
         try:
-            with self.cond:
+            with self.lock:
                 while not ready():
                     self.raise_error()
-                    self.cond.wait(POLL)
+                    if self._changed is None:
+                        self._changed = threading.Condition(self.lock)
+                    self._changed.wait(POLL)
         except (KeyboardInterrupt, SystemExit) as error:
             self.fail(error)
             raise
@@ -225,7 +242,7 @@ class StateQueue:
         return self.variables[name]
 
     def set(self, name: str, value: Any, meta: Any = None) -> None:
-        with self.cond:
+        with self.lock:
             self.variables[name] = value
             if meta is not None:
                 self.meta[name] = meta
@@ -242,12 +259,12 @@ class StateQueue:
         calls: list[int] = []
         once = threading.Lock()
 
-        def listener() -> None:  # `wake` holds cond: hand over to a thread that may run queues
+        def listener() -> None:  # `wake` holds `lock`: hand over to a thread that may run queues
             check()
             if calls and once.acquire(blocking=False):
                 _later.run(then)
 
-        with self.cond:
+        with self.lock:
             self.listeners.add(listener)
             check()
             now = bool(calls) and once.acquire(blocking=False)
@@ -259,7 +276,7 @@ class StateQueue:
     # ---- streaming -----------------------------------------------------------------------------------------------
 
     def chunks(self, name: str | None, index: int) -> tuple[list[Chunk], bool]:
-        """Chunks from number `index` on, and whether these are the last.  Raises the state's error.  Holds `cond`."""
+        """Chunks from number `index` on, and whether these are the last.  Raises the state's error.  Holds `lock`."""
         if name is None:
             new: list[Chunk] = [(text, {}) for text in self.shown[index:]]
             last = self.error is None and not self.busy and not self.program.more_may_come

@@ -36,6 +36,19 @@ def test_svg_is_well_formed(regex):
         assert circles
 
 
+def test_a_drawing_restyles_nothing_else_on_its_page():
+    """Style sheets and ids inside an SVG hold for the whole page: every rule and id names our own drawings."""
+    root = ElementTree.fromstring(Grammar.from_regex("ab(c|d)").draw())
+    name = root.attrib["class"]
+    style = next(item.text or "" for item in root.iter() if item.tag.endswith("style"))
+    rules = [rule.split("{")[0] for rule in style.split("}") if rule]
+    assert len(rules) > 3 and all(rule.startswith(f".{name} ") and "," not in rule for rule in rules)
+    ids = {item.attrib["id"] for item in root.iter() if "id" in item.attrib}
+    assert ids and all(i.startswith(f"{name}-") for i in ids)
+    used = {item.attrib["marker-end"] for item in root.iter() if "marker-end" in item.attrib}
+    assert used == {f"url(#{i})" for i in ids}
+
+
 def test_big_automata_are_refused():
     with pytest.raises(GrammarError, match="draw"):
         Grammar.from_regex("[a-c]{100}").draw()

@@ -10,6 +10,7 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minisgl.sampling_params import SamplingParams
 from minisgl.stops import MAX_REGEX_HOLD, StopChecker, StopRegexTimeout
 
 
@@ -104,13 +105,45 @@ def test_text_before_min_new_tokens_is_not_checked():
         ({"stop": [""]}, "stop must not contain an empty string"),
         ({"stop": [3]}, "stop must be a str or a list of str, not int"),
         ({"stop_regex": [""]}, "stop_regex must not contain an empty string"),
-        ({"stop_regex": ["("]}, "stop_regex '\\(' is not a valid pattern"),
-        ({"stop_regex": ["a*"]}, "stop_regex 'a\\*' matches the empty text"),
+        ({"stop_regex": ["("]}, "stop_regex must be a valid regular expression, got '\\('"),
+        ({"stop_regex": ["a*"]}, "stop_regex must be a pattern that does not match the empty text, got 'a\\*'"),
     ],
 )
 def test_bad_stops(kwargs, message):
     with pytest.raises(ValueError, match=message):
         StopChecker(**kwargs)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(?:(?:(?:a?){1000}){1000}){1000}b",
+        "(a{1000000}){1000000}",
+        "((((a?){999}){999}){999}){999}b",
+        "(?x)((a?)#\n{9999})#\n{9999}b",
+        "(?ix:((a?) {9999}) {9999}b)",
+        "((a?(?#b)){9999}(?#c)){9999}b",
+        "(" * 90 + "a?" + "){50}" * 90,
+        "a{300000}",
+        "(?:" * 3000 + "a" + ")" * 3000,
+    ],
+)
+def test_patterns_that_would_fill_the_memory_are_refused(pattern):
+    """`regex` writes counted repeats out, gigabytes of them for the first ones."""
+    for make in (StopChecker, SamplingParams):
+        begin = time.thread_time()
+        with pytest.raises(ValueError, match="stop_regex") as error:
+            make(stop_regex=[pattern])
+        assert "\n" not in str(error.value) and len(str(error.value)) < 250
+        assert time.thread_time() - begin < 2
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"(\d{1,3}\.){3}\d{1,3}", r"\d{4}-\d{2}-\d{2}T(\d{2}:){2}\d{2}", "x{9999}", "(ab){400}c"]
+)
+def test_patterns_that_repeat_within_reason(pattern):
+    assert SamplingParams(stop_regex=pattern).stop_regex == (pattern,)
+    assert StopChecker(stop_regex=pattern).matched is None
 
 
 # ---- patterns
@@ -165,6 +198,38 @@ def test_stop_regex_cannot_hang():
     with pytest.raises(StopRegexTimeout, match="takes too long"):
         checker.feed("x" * 4000 + "z")
     assert time.perf_counter() - start < 5
+
+
+def test_many_slow_patterns_share_one_budget():
+    """Each of them is quick enough alone: together they may not take longer than one would."""
+    slow = [rf"(x+x+)+{chr(ord('a') + i % 20)}{i}" for i in range(1000)]
+    start = time.thread_time()
+    with pytest.raises(StopRegexTimeout, match="takes too long"):
+        StopChecker(stop_regex=slow).feed("x" * 22 + "z")
+    assert time.thread_time() - start < 2
+
+
+def test_a_slow_pattern_cannot_be_slow_at_every_token():
+    """Scans that stay under the limit for one piece of text, for hundreds of pieces."""
+
+    def seconds(size: int) -> float:
+        start = time.thread_time()
+        StopChecker(stop_regex=r"(x+x+)+y").feed("x" * size + "z")
+        return time.thread_time() - start
+
+    size = next(n for n in range(10, 400, 2) if seconds(n) > 0.02)
+    checker, start, pieces = StopChecker(stop_regex=r"(x+x+)+y"), time.thread_time(), 0
+    with pytest.raises(StopRegexTimeout, match="takes too long"):
+        while pieces < 500:
+            checker.feed("x" * size + "z")
+            pieces += 1
+    assert 2 < pieces < 100 and time.thread_time() - start < 3
+
+
+def test_long_outputs_have_time_for_their_patterns():
+    checker = StopChecker(stop_regex=[rf"\nEND{i}\b" for i in range(20)])
+    printed = "".join(checker.feed(f" word{i}\n") for i in range(4000))
+    assert checker.matched is None and len(printed + checker.finish()) == sum(len(f" word{i}\n") for i in range(4000))
 
 
 def test_stop_strings_take_linear_time():

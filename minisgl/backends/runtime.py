@@ -21,9 +21,12 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from ..chat import Render
 from ..choices import Plan, plan
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from ..output import Sink
     from ..runtime import Runtime
 
+NO_IDS = np.zeros(0, np.int32)
 IDLE = 5.0  # seconds after which the dispatcher's thread ends; the next generation starts it again
 
 
@@ -85,29 +89,40 @@ class _Submission:
     job: Job | None
     ended: threading.Event | None = None
     sinks: Sequence[Sink] = ()
-    ids: Sequence[int] = ()
+    ids: np.ndarray = field(default_factory=lambda: NO_IDS)
     plan: Plan | None = None
     unconditional: Sequence[Sink | None] = ()
 
     # ---- tokens ----------------------------------------------------------------------------------------------------
 
-    def texts(self, special: re.Pattern[str] | None) -> tuple[list[int], list[str], bool]:
+    def texts(self, special: re.Pattern[str] | None) -> tuple[np.ndarray, list[str], bool]:
         """Known ids, the texts to put behind them (prompt, then prompt + choice for each), and whether with BOS."""
-        prompt, known = self.prompt, []
+        prompt, known = self.prompt, NO_IDS
         tail, add = prompt.text, not prompt.templated
         anchor = prompt.anchor
         if anchor is not None:
             rest = prompt.text[anchor.length :]
             # A special token starts afresh.  A gen right behind a gen goes on from the ids; a select may merge.
             if (not rest and self.choices is None) or (special is not None and special.match(rest)):
-                known, tail, add = list(anchor.value), rest, False
+                known, tail, add = anchor.value, rest, False
         return known, [tail, *(tail + choice for choice in self.choices or ())], add
 
     @property
     def choices(self) -> tuple[str, ...] | None:
         return None if self.job is None else self.job.choices
 
-    def prepare(self, rows: list[list[int]]) -> list[Sink]:
+    @property
+    def plain(self) -> bool:
+        """A generation without options of its own: many of them can be prepared in one call."""
+        job = self.job
+        return job is not None and job.choices is None and job.on_text is None and not job.options
+
+    @property
+    def params(self) -> dict[str, Any]:
+        assert self.job is not None
+        return {name: value for name, value in self.job.params.items() if value is not None}
+
+    def prepare(self, rows: list[np.ndarray]) -> list[Sink]:
         """Make the requests.  Raises ValueError for anything wrong with prompt or parameters."""
         if self.job is None:
             return self._score(rows[0])
@@ -116,27 +131,27 @@ class _Submission:
             return self._prepare_select(rows)
         job = self.job
         options = job.options
-        params = {name: value for name, value in job.params.items() if value is not None}
         if options.get("logprob_start_len", -1) >= 0 or options.get("top_logprobs_num"):
             options = {**options, "return_logprob": True}
         sinks, _ = self.runtime.prepare(
-            None, params, rows[0], None if job.on_text is None else self._chunk,
+            None, self.params, rows[0], None if job.on_text is None else self._chunk,
             options.get("return_logprob", False), options.get("logprob_start_len", -1),
             options.get("top_logprobs_num", 0), options.get("return_text_in_logprobs", False), 0, None,
         )  # fmt: skip
         self.sinks = sinks
         return sinks
 
-    def _score(self, ids: Sequence[int], start: int = -1) -> list[Sink]:
+    def _score(self, ids: Any, start: int = -1) -> list[Sink]:
         """Requests that only compute a prompt, with log-probabilities from position `start` on."""
         scores = {"max_new_tokens": 0}
         self.sinks, _ = self.runtime.prepare(None, scores, ids, None, start >= 0, start, 0, False, 0, None)
         return list(self.sinks)
 
-    def _prepare_select(self, rows: list[list[int]]) -> list[Sink]:
+    def _prepare_select(self, rows: list[np.ndarray]) -> list[Sink]:
         """All choices in one burst, behind a request for their common prefix, which so is computed once."""
         assert self.job is not None and self.job.method is not None
-        self.plan = plan(rows[0], rows[1:])
+        prompt, *choices = (row.tolist() for row in rows)
+        self.plan = plan(prompt, choices)
         shared = self._score(self.plan.shared) if self.plan.shared else []
         scored = [self._score(row, start)[0] for row, start in zip(self.plan.rows, self.plan.starts)]
         if self.job.method.unconditional:
@@ -166,6 +181,8 @@ class _Submission:
         except BaseException as error:
             job.on_error(error)
             return
+        self.sinks = self.unconditional = ()  # nothing of a generation outlives it but its reply
+        job.stop = None
         job.on_done(replies)
 
     def fail(self, error: BaseException) -> None:
@@ -186,11 +203,13 @@ class _Submission:
             output.pop()
         text = result["text"]
         if not isinstance(matched, str) and not text.endswith("\ufffd") and tokenizer.special_ids.isdisjoint(output):
-            return Anchor(len(self.prompt.text) + len(text), [*self.ids, *output])
-        for i in range(len(self.ids) - 1, 0, -1):
-            if self.ids[i] in tokenizer.special_ids:
-                at = self.prompt.text.rfind(tokenizer.token_text(self.ids[i]))
-                return Anchor(at, list(self.ids[:i])) if at >= 0 else None
+            ids = np.concatenate([self.ids, np.array(output, np.int32)])  # typed: an empty list would be float
+            return Anchor(len(self.prompt.text) + len(text), ids)
+        ids = self.ids.tolist()
+        for i in range(len(ids) - 1, 0, -1):
+            if ids[i] in tokenizer.special_ids:
+                at = self.prompt.text.rfind(tokenizer.token_text(ids[i]))
+                return Anchor(at, self.ids[:i]) if at >= 0 else None
         return None
 
     def _chosen(self) -> Reply:
@@ -218,7 +237,8 @@ class _Submission:
             "scores": decision.scores,
             "input_token_logprobs": [meta["input_token_logprobs"] for meta in metas],
         }
-        return Reply(text, meta, Anchor(len(self.prompt.text) + len(text), self.plan.rows[best]))
+        ids = np.array(self.plan.rows[best], np.int32)
+        return Reply(text, meta, Anchor(len(self.prompt.text) + len(text), ids))
 
 
 def _values(meta: dict[str, Any]) -> list[float]:
@@ -273,12 +293,12 @@ class Dispatcher:
                 for submission in submissions:
                     self._submit([submission])
             return
+        wanted = [(s, ids) for s, ids in zip(submissions, rows) if s.job is None or not s.job.cancelled]
+        prepared = self._prepare_plain([(s, ids[0]) for s, ids in wanted if s.plain])
         requests = []
-        for submission, ids in zip(submissions, rows):
-            if submission.job is not None and submission.job.cancelled:
-                continue
+        for submission, ids in wanted:
             try:
-                sinks = submission.prepare(ids)
+                sinks = prepared.get(submission) or submission.prepare(ids)
             except BaseException as error:
                 submission.fail(error)
                 continue
@@ -296,17 +316,31 @@ class Dispatcher:
             if submission.job is not None and submission.job.cancelled and submission.job.stop is not None:
                 submission.job.stop()  # cancelled while it was being submitted
 
-    def _watch(self, submission: _Submission, sinks: list[Sink]) -> None:
+    @staticmethod
+    def _prepare_plain(submissions: list[tuple[_Submission, np.ndarray]]) -> dict[_Submission, Sequence[Sink]]:
+        """The requests of many plain generations in one call; {} if one of them is wrong: each is told for itself."""
+        if len(submissions) < 2:
+            return {}
+        params = [submission.params for submission, _ in submissions]
+        try:
+            sinks, _ = submissions[0][0].runtime.prepare(
+                None, params, [ids for _, ids in submissions], None, False, -1, 0, False, 0, None
+            )
+        except Exception:
+            return {}
+        each = iter(sinks)
+        for (submission, ids), wants in zip(submissions, params):
+            submission.ids, submission.sinks = ids, list(islice(each, wants.get("n", 1)))
+        return {submission: submission.sinks for submission, _ in submissions}
+
+    def _watch(self, submission: _Submission, sinks: Sequence[Sink]) -> None:
         """Post the submission's end when its last request has ended; let the job be stopped until then."""
         left = len(sinks)
-        lock = threading.Lock()
 
-        def ended(_: Any) -> None:
+        def ended(_: Any) -> None:  # on the engine's thread, one after another
             nonlocal left
-            with lock:
-                left -= 1
-                last = left == 0
-            if last:
+            left -= 1
+            if left == 0:
                 self.post(submission.finish)
 
         for sink in sinks:
@@ -315,7 +349,7 @@ class Dispatcher:
             engine, requests = submission.runtime.engine, [sink.request for sink in sinks]
             submission.job.stop = lambda: engine.abort(requests)
 
-    def _encode(self, runtime: Runtime, submissions: list[_Submission]) -> list[list[list[int]]]:
+    def _encode(self, runtime: Runtime, submissions: list[_Submission]) -> list[list[np.ndarray]]:
         """For each submission the token ids of its texts; all that need BOS in one call, the others in another."""
         tokenizer = runtime.tokenizer
         special = self._special_tokens(tokenizer)
@@ -324,11 +358,12 @@ class Dispatcher:
         for add in (True, False):
             texts = [text for _, texts, flag in parts if flag == add for text in texts]
             encoded[add] = iter(tokenizer.encode_batch(texts, add_special_tokens=add) if texts else ())
-        rows = [[[*known, *next(encoded[add]).tolist()] for _ in texts] for known, texts, add in parts]
+        rows = [[_behind(known, next(encoded[add])) for _ in texts] for known, texts, add in parts]
         if tokenizer.bos_id is not None:  # an empty prompt: begin as a text does
-            rows = [group if group[0] else [[tokenizer.bos_id, *row] for row in group] for group in rows]
+            bos = np.array([tokenizer.bos_id], np.int32)
+            rows = [group if len(group[0]) else [_behind(bos, row) for row in group] for group in rows]
         for group in rows:
-            if not group[0] and len(group) == 1:
+            if not len(group[0]) and len(group) == 1:
                 raise ValueError("the prompt is empty and the model has no BOS token to start from")
         return rows
 
@@ -338,6 +373,10 @@ class Dispatcher:
             texts = sorted((re.escape(tokenizer.token_text(i)) for i in tokenizer.special_ids), key=len, reverse=True)
             self._special = id(tokenizer), re.compile("|".join(texts)) if texts else None
         return self._special[1]
+
+
+def _behind(known: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    return np.concatenate([known, ids], dtype=np.int32) if len(known) else ids
 
 
 _dispatchers: WeakKeyDictionary[Any, Dispatcher] = WeakKeyDictionary()
