@@ -23,12 +23,17 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from .messages import one_line
+
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # the final space shows whether a template trims messages
 
 
 class ChatTemplateError(ValueError):
     """The model has no chat template, or its template refuses these messages. The caller's input is at
-    fault."""
+    fault. The message is one line."""
+
+    def __init__(self, message: str = ""):
+        super().__init__(one_line(message))
 
 
 class _Generation(jinja2.ext.Extension):

@@ -21,9 +21,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from .messages import one_line
+
 
 class ModelError(ValueError):
     """A model that cannot be found, read or run; the message is one line and names the cause."""
+
+    def __init__(self, message: str = ""):
+        super().__init__(one_line(message))
 
 
 ARCHITECTURES = {

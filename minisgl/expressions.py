@@ -29,12 +29,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from .messages import one_line
+
 ALL_BYTES = (1 << 256) - 1
 Arms = tuple[tuple[int, "Node"], ...]
 
 
 class GrammarError(ValueError):
-    """A grammar that can't be compiled: malformed, unsupported (the construct is named), empty, or too big."""
+    """A grammar that can't be compiled: malformed, unsupported (the construct is named), empty, or too big. The message
+    is one line."""
+
+    def __init__(self, message: str = ""):
+        super().__init__(one_line(message))
 
 
 class UnsupportedGrammar(GrammarError):
@@ -46,7 +52,8 @@ class Budget:
 
     nodes: expressions kept in memory (about 0.5 KB each). seconds: the longest single operation (compiling),
     because one that outlasts it blocks its request for good. mask_seconds: the longest that a mask may take once
-    requests run, because all of them wait for it.
+    requests run, because all of them wait for it. Both are seconds of the thread's own work: a grammar isn't refused
+    because the machine was busy with something else.
     """
 
     def __init__(self, nodes: int = 400_000, seconds: float = 8.0, mask_seconds: float = 2.0):
@@ -54,7 +61,7 @@ class Budget:
         self.made = 0
         self._running = 0
         self._given = seconds
-        self._deadline = time.monotonic() + seconds
+        self._deadline = float("inf")  # outside of operations
 
     @contextmanager
     def operation(self, seconds: float | None = None) -> Iterator[None]:
@@ -62,7 +69,7 @@ class Budget:
         clock. A recursion that exhausts Python's stack is an error of the grammar like others."""
         if not self._running:
             self._given = self.seconds if seconds is None else min(seconds, self.seconds)
-            self._deadline = time.monotonic() + self._given
+            self._deadline = time.thread_time() + self._given
         self._running += 1
         try:
             yield
@@ -70,6 +77,8 @@ class Budget:
             raise GrammarError("the grammar is nested too deeply") from None
         finally:
             self._running -= 1
+            if not self._running:
+                self._deadline = float("inf")
 
     def spend(self) -> None:
         """Count one node. Raises GrammarError when the grammar has had its share."""
@@ -80,7 +89,7 @@ class Budget:
             self.check_time()
 
     def check_time(self) -> None:
-        if time.monotonic() > self._deadline:
+        if time.thread_time() > self._deadline:
             raise UnsupportedGrammar(f"the grammar takes longer than {self._given:g} s to work out")
 
 

@@ -8,12 +8,16 @@ canonical tokenisation needs the tokenizer's own files.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from .expressions import GrammarError, UnsupportedGrammar
 from .grammar import Compiled, Constraint, GrammarSpec
+from .regex_compile import anchors
+from .regex_parse import Anchor, Sequence, parse
 from .tokenizer import BaseTokenizer
 
 _HINT = 'pip install "minisgl[grammar]"'
@@ -33,7 +37,7 @@ class LLGuidance:
 
     def compile(self, spec: GrammarSpec) -> Compiled:
         make = self.package.LLMatcher
-        try:
+        with _refusing(spec.kind):
             if spec.kind == "regex":
                 grammar = make.grammar_from_regex(spec.source)
             elif spec.kind == "json_schema":
@@ -43,10 +47,6 @@ class LLGuidance:
             else:
                 raise UnsupportedGrammar(f"{spec.kind} is not supported by the grammar backend llguidance")
             matcher = make(self.tokenizer, grammar)
-        except GrammarError:
-            raise
-        except Exception as error:  # the package raises ValueError and its own kinds
-            raise GrammarError(f"{spec.kind}: {_one_line(error)}") from None
         if matcher.is_error():
             raise GrammarError(f"{spec.kind}: {_one_line(matcher.get_error())}")
         return _Started(LLGuidanceConstraint(self, matcher))
@@ -61,9 +61,13 @@ class LLGuidanceConstraint(Constraint):
         if not self.finished:
             packed = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint32)
             words[: len(packed)] = packed[: len(words)]
-            if self.matcher.is_error():
-                raise GrammarError(f"llguidance: {_one_line(self.matcher.get_error())}")
-        return _with_stops(words, self.backend.stop_ids, self.can_stop())
+            self.check()
+        return _some("llguidance", _with_stops(words, self.backend.stop_ids, self.can_stop()))
+
+    def check(self) -> None:
+        """Raises GrammarError if the package has given up on this grammar: it says so only when asked."""
+        if self.matcher.is_error():
+            raise GrammarError(f"llguidance: {_one_line(self.matcher.get_error())}")
 
     def accept(self, token_id: int) -> bool:
         if token_id in self.backend.stop_ids:
@@ -71,8 +75,11 @@ class LLGuidanceConstraint(Constraint):
             self.finished = self.finished or legal
             return legal
         if self.finished or self.matcher.validate_tokens([token_id]) != 1:
+            self.check()
             return False
-        return bool(self.matcher.consume_token(token_id))
+        taken = bool(self.matcher.consume_token(token_id))
+        self.check()
+        return taken
 
     def can_stop(self) -> bool:
         return self.finished or self.matcher.is_accepting()
@@ -103,8 +110,9 @@ class XGrammar:
         self.compiler = xgrammar.GrammarCompiler(info, max_threads=2)
 
     def compile(self, spec: GrammarSpec) -> Compiled:
-        try:
+        with _refusing(spec.kind):
             if spec.kind == "regex":
+                _check_anchors(spec.source)
                 compiled = self.compiler.compile_regex(spec.source)
             elif spec.kind == "json_schema":
                 if spec.whitespace not in (None, ""):
@@ -117,11 +125,8 @@ class XGrammar:
                 compiled = self.compiler.compile_grammar(spec.source)
             else:
                 raise UnsupportedGrammar(f"{spec.kind} is not supported by the grammar backend xgrammar")
-        except GrammarError:
-            raise
-        except Exception as error:
-            raise GrammarError(f"{spec.kind}: {_one_line(error)}") from None
-        return _Started(XGrammarConstraint(self, self.package.GrammarMatcher(compiled)))
+            matcher = self.package.GrammarMatcher(compiled)
+        return _Started(XGrammarConstraint(self, matcher))
 
 
 class XGrammarConstraint(Constraint):
@@ -134,7 +139,7 @@ class XGrammarConstraint(Constraint):
             return _with_stops(words, self.backend.stop_ids, True)
         bits = self.backend.package.allocate_token_bitmask(1, self.backend.vocab_size)
         self.matcher.fill_next_token_bitmask(bits)
-        return bits.numpy()[0].view(np.uint32)
+        return _some("xgrammar", bits.numpy()[0].view(np.uint32))
 
     def accept(self, token_id: int) -> bool:
         if self.matcher.is_terminated():
@@ -156,9 +161,10 @@ class XGrammarConstraint(Constraint):
 
 
 class _Started(Compiled):
-    """Hands out copies of a matcher that nobody moves."""
+    """Hands out copies of a matcher that nobody moves. Raises GrammarError for a grammar without any text."""
 
     def __init__(self, first: Constraint):
+        first.mask()
         self.first = first
 
     def start(self) -> Constraint:
@@ -201,6 +207,36 @@ def _with_stops(words: np.ndarray, stop_ids: frozenset[int], legal: bool) -> np.
             bit = np.uint32(1 << (token % 32))
             words[token // 32] = words[token // 32] | bit if legal else words[token // 32] & ~bit
     return words
+
+
+def _some(name: str, words: np.ndarray) -> np.ndarray:
+    """A mask, unless it is all zero: nothing could be sampled from that. Raises GrammarError."""
+    if not words.any():
+        raise GrammarError(f"{name}: no token may follow; the grammar has no text that goes on from here")
+    return words
+
+
+def _check_anchors(pattern: str) -> None:
+    """xgrammar warns of anchors inside a pattern on its standard output, and ignores them: refuse them."""
+    tree = parse(pattern)
+    items = tree.items if isinstance(tree, Sequence) else (tree,)
+    begin = items[:1] == (Anchor("start"),)
+    end = items[-1:] in ((Anchor("end"),), (Anchor("end_or_newline"),))
+    if "\\A" in pattern or "\\Z" in pattern or any(map(anchors, items[begin : len(items) - end])):
+        raise UnsupportedGrammar("regex: an anchor inside is not supported by the grammar backend xgrammar")
+
+
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Whatever a package raises is an error of the grammar. A panic in Rust is no Exception, but named so."""
+    try:
+        yield
+    except GrammarError:
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise GrammarError(f"{what}: {_one_line(error)}") from None
+        raise
 
 
 def _one_line(error: object) -> str:

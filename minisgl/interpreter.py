@@ -39,6 +39,7 @@ from .reasoning import split_reasoning
 from .speculation import Speculation
 from .statequeue import Program, StateQueue, Turn
 
+NOTHING: frozenset[str] = frozenset()
 HINT_CHARS = 64  # a fork whose parent has less than this that the backend has not seen is not worth a hint
 
 
@@ -71,7 +72,7 @@ class Executor(StateQueue):
         self.text = ""
         self.begin = 0  # length of the text inherited from the parent
         self.begin_chat = self.begin_messages = 0  # the same of the conversation's text and messages
-        self.inherited: frozenset[str] = frozenset()
+        self.inherited = NOTHING
         self.templated = False
         self.parts: list[Any] = []  # content of the open message
         self.media: list[Any] = []

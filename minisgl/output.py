@@ -56,14 +56,14 @@ class TokenLogprobs:
 class Ending:
     """The end of a request: a future without a value, of which an engine makes thousands a second.
 
-    `concurrent.futures.Future` has a condition of its own and keeps its callbacks for ever; this has a lock, and lets go
-    of what it called, so that a request and whoever watched it are freed as soon as nobody asks for them any more.
+    `concurrent.futures.Future` has a condition of its own and keeps its callbacks for ever; this lets go of what it has
+    called, so that a request and whoever watched it are freed as soon as nobody asks for them any more.
     """
 
-    __slots__ = ("_lock", "_done", "error", "_callbacks")
+    __slots__ = ("_done", "error", "_callbacks")
+    _lock = threading.Lock()  # of all of them: it is never held for longer than an append
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._done = False
         self.error: BaseException | None = None
         self._callbacks: list[Callable[[Ending], Any]] | None = None

@@ -285,6 +285,8 @@ class _Parser:
         self.at = found.end()
         self.counts.append(found.span())
         low, comma, high = found.groups()
+        if max(len(low), len(high)) > 9:
+            raise self.error(f"has a bad repeat count {found[0][:20]}")
         if not low and self.dialect != PYTHON:
             raise self.refuse("the quantifier {,n}, on which dialects disagree")
         first = int(low or 0)

@@ -198,7 +198,7 @@ class Server:
         service = Service(self.runtime, self.model_names, replace(self.limits), metrics)
         config = uvicorn.Config(
             make_app(service, self._api_key), http=BoundedHeads, log_config=None, access_log=False, lifespan="off",
-            ws="none", server_header=False, timeout_keep_alive=KEEP_ALIVE, backlog=2048,
+            ws="none", server_header=False, proxy_headers=False, timeout_keep_alive=KEEP_ALIVE, backlog=2048,
         )  # fmt: skip
         server = _Uvicorn(config, self._ready)
         self._service, self._uvicorn, self._loop = service, server, asyncio.get_running_loop()

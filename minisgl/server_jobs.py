@@ -33,7 +33,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import lru_cache, partial
+from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .output import EngineError, Sink
@@ -419,6 +420,20 @@ class Service:
                 400, f"the prompt has {len(ids)} tokens, but at most {limit} fit the context of {context} tokens",
                 code="context_length_exceeded",
             )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _from_items(items: tuple[tuple[str, type, Any], ...]) -> SamplingParams:
+    return SamplingParams.make({name: value for name, _, value in items})
+
+
+def cached_params(params: Mapping[str, Any]) -> SamplingParams:
+    """`SamplingParams.make`; a server's requests mostly bring the same few numbers, which are checked once.
+
+    The types are part of the key: 1, 1.0 and True are equal."""
+    if all(type(value) in (int, float, bool, NoneType) for value in params.values()):
+        return _from_items(tuple((name, type(value), value) for name, value in params.items()))
+    return SamplingParams.make(params)  # texts can be long, and would be kept
 
 
 def usage(prompt: int, cached: int, completion: int) -> dict[str, Any]:

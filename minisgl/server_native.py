@@ -16,7 +16,7 @@ from starlette.responses import Response
 from . import __version__
 from .sampling_params import SamplingParams
 from .server_http import Connected, EventStream, Reply, event, parse
-from .server_jobs import ApiError, Job, Service, Where, finite
+from .server_jobs import ApiError, Job, Service, Where, cached_params, finite
 from .server_schemas import MAX_OUTPUTS, AbortRequest, GenerateRequest
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _each(value: Any, count: int, name: str) -> Sequence[Any]:
 
 
 def _params(service: Service, given: dict[str, Any] | None) -> SamplingParams:
-    params = SamplingParams.make({k: v for k, v in (given or {}).items() if v is not None})
+    params = cached_params({k: v for k, v in (given or {}).items() if v is not None})
     if params.n > MAX_OUTPUTS:
         raise ApiError(400, f"n must be at most {MAX_OUTPUTS}, got {params.n}", param="n")
     service.check_stops({"stop": params.stop, "stop_regex": params.stop_regex, "stop_token_ids": params.stop_token_ids})

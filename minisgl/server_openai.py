@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import __version__
 from .server_http import Connected, EventStream, Reply, encode, parse
-from .server_jobs import ApiError, Job, Service, Tail, Where, finite, usage
+from .server_jobs import ApiError, Job, Service, Tail, Where, cached_params, finite, usage
 from .server_schemas import ChatRequest, CompletionRequest, Sampling
 from .server_tools import chat_prompt, talk, uses_tools
 
@@ -289,7 +289,8 @@ def include_usage(body: Sampling) -> bool:
 def prepare(
     service: Service, body: Sampling, ids: Any, params: dict[str, Any], scored: bool, start: int, top: int
 ) -> list[Sink]:
-    sinks, _ = service.runtime.prepare(None, params, ids, None, scored, start, top, False, body.priority or 0, body.rid)
+    own = cached_params(params)
+    sinks, _ = service.runtime.prepare(None, own, ids, None, scored, start, top, False, body.priority or 0, body.rid)
     return sinks
 
 

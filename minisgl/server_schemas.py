@@ -24,7 +24,12 @@ except ImportError as error:
     raise ImportError('the server needs pydantic, starlette and uvicorn: pip install "minisgl[server]"') from error
 
 Strings = Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]]
-TokenIds = list[Annotated[int, Field(ge=0)]]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+# A list of a thousand ids is not also a thousand errors of a list of strings.
+_Prompts = Annotated[
+    str | Annotated[list[str], Field(fail_fast=True)] | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)],
+    Field(union_mode="left_to_right"),
+]
 MAX_OUTPUTS = 128  # `n`, as OpenAI limits it
 MAX_TOP_LOGPROBS = 20
 
@@ -99,7 +104,7 @@ class Sampling(Body):
 
 
 class CompletionRequest(Sampling):
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: _Prompts
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     best_of: int | None = Field(None, ge=1, le=MAX_OUTPUTS)

@@ -27,14 +27,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 from .backends.base import Job, WorkerPool
 from .ir import Expr, Gen, Select, VarBegin
 
 POLL = None if os.name == "posix" else 0.2  # elsewhere Ctrl-C cannot interrupt a wait without a timeout
 Chunk = tuple[str, dict[str, Any]]
-_adding = threading.Lock()  # of a program's states, by threads of its body's own
 
 
 class Program:
@@ -43,24 +42,18 @@ class Program:
     def __init__(self, ended: bool = True):
         self.ended = ended
         self.owner: int | None = None  # the thread that runs the body, while it does
-        self._first: ref[StateQueue] | None = None  # a set for the one state that most programs have costs more than it
-        self._others: WeakSet[StateQueue] | tuple[()] = ()
+        self._states: list[StateQueue] = []  # of a program that has not ended; nobody waits for more after that
 
     def add(self, executor: StateQueue) -> None:
-        if self._first is None:
-            self._first = ref(executor)
-        else:
-            with _adding:
-                self._others = self._others or WeakSet()
-                self._others.add(executor)
+        if not self.ended:
+            self._states.append(executor)
 
     def end(self) -> None:
         self.ended, self.owner = True, None
-        first = self._first() if self._first is not None else None
-        for executor in (first, *self._others):
-            if executor is not None:
-                with executor.lock:
-                    executor.wake()
+        states, self._states = self._states, []
+        for executor in states:
+            with executor.lock:
+                executor.wake()
 
     @property
     def more_may_come(self) -> bool:

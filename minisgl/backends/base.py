@@ -94,8 +94,9 @@ class Job:
 
     def cancel(self) -> None:
         self.cancelled = True
-        if self.stop is not None:
-            self.stop()
+        stop = self.stop  # it may be taken away just now
+        if stop is not None:
+            stop()
 
 
 class Backend:

@@ -92,6 +92,9 @@ class _Submission:
     ids: np.ndarray = field(default_factory=lambda: NO_IDS)
     plan: Plan | None = None
     unconditional: Sequence[Sink | None] = ()
+    dispatcher: Dispatcher | None = None
+    watched: Sequence[Sink] = ()  # all sinks, those of shared prefixes too,
+    left: int = 0  # and how many of them have not ended
 
     # ---- tokens ----------------------------------------------------------------------------------------------------
 
@@ -169,8 +172,18 @@ class _Submission:
         if isinstance(item, dict) and item["delta"]:
             job.on_text(item["delta"], item["meta_info"])
 
+    def one_ended(self, _: Any) -> None:
+        """On the engine's thread, for one request after another."""
+        self.left -= 1
+        if self.left == 0 and self.dispatcher is not None:
+            self.dispatcher.post(self.finish)
+
+    def stop(self) -> None:
+        self.runtime.engine.abort([sink.request for sink in self.watched])
+
     def finish(self) -> None:
         """The engine has ended all requests: hand over what came of it."""
+        self.watched = ()
         if self.ended is not None:
             self.ended.set()
         job = self.job
@@ -313,8 +326,8 @@ class Dispatcher:
                 submission.fail(error)
             return
         for submission in submissions:
-            if submission.job is not None and submission.job.cancelled and submission.job.stop is not None:
-                submission.job.stop()  # cancelled while it was being submitted
+            if submission.job is not None and submission.job.cancelled:
+                submission.stop()  # cancelled while it was being submitted
 
     @staticmethod
     def _prepare_plain(submissions: list[tuple[_Submission, np.ndarray]]) -> dict[_Submission, Sequence[Sink]]:
@@ -335,19 +348,12 @@ class Dispatcher:
 
     def _watch(self, submission: _Submission, sinks: Sequence[Sink]) -> None:
         """Post the submission's end when its last request has ended; let the job be stopped until then."""
-        left = len(sinks)
-
-        def ended(_: Any) -> None:  # on the engine's thread, one after another
-            nonlocal left
-            left -= 1
-            if left == 0:
-                self.post(submission.finish)
-
+        submission.dispatcher, submission.watched = self, sinks
+        submission.left = len(sinks)
         for sink in sinks:
-            sink.ended.add_done_callback(ended)
+            sink.ended.add_done_callback(submission.one_ended)
         if submission.job is not None:
-            engine, requests = submission.runtime.engine, [sink.request for sink in sinks]
-            submission.job.stop = lambda: engine.abort(requests)
+            submission.job.stop = submission.stop
 
     def _encode(self, runtime: Runtime, submissions: list[_Submission]) -> list[list[np.ndarray]]:
         """For each submission the token ids of its texts; all that need BOS in one call, the others in another."""
