@@ -95,9 +95,11 @@ def whole_number(keyword: str, value: Any) -> int:
 
 def exact(keyword: str, value: Any) -> Fraction:
     """A JSON number as it is written, 0.1 being one tenth."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, int) and not isinstance(value, bool):
+        return Fraction(value)
+    if not isinstance(value, float) or not math.isfinite(value):
         raise refuse(keyword, "must be a finite number")
-    return Fraction(value) if isinstance(value, int) else Fraction(Decimal(repr(value)))
+    return Fraction(Decimal(repr(value)))
 
 
 def strings(keyword: str, value: Any) -> tuple[str, ...]:
