@@ -10,12 +10,11 @@ thread.
     thread 1   |body 1|body 3|body 4|..              states 1, 3, 4, ... wait for their generations as objects
     thread 2   |body 2 .... s["a"] waits ....|body 9|
 
-How many threads?  As few as keep programs starting.  A batch begins with one; every `TICK` it looks whether the threads
-that it has begin fewer than `BRISK` programs each, in which case their bodies wait for something (the model, a tool)
-and it doubles them, up to the limit.  num_threads="auto" puts the limit at what the backend can run at once (more could
-only wait for the backend), at most `MAX_THREADS`.  So a batch of bodies that only queue generations stays on one
-thread, instead of 256 that fight over the interpreter's lock with the engine, and one of bodies that wait has all its
-threads after some ten milliseconds.
+How many threads?  As few as keep programs starting.  A batch begins with one and adds another when the bodies of all
+that it has wait for the model; since a body may wait for things that nobody here knows of, a tool say, it also doubles
+them when those there have begun fewer than `BRISK` programs each within a `TICK`.  num_threads="auto" puts the limit at
+what the backend can run at once (more could only wait for the backend), at most `MAX_THREADS`.  So a batch of bodies
+that only queue generations stays on one thread, instead of 256 that fight over the interpreter's lock with the engine.
 
 `map` (in `batch_map`) is for jobs that outlive a process or a bad hour of a hosted model: limits, retries, checkpoint.
 """
@@ -35,8 +34,8 @@ from .state import ProgramState
 from .statequeue import POLL
 
 MAX_THREADS = 256
-TICK = 0.002  # seconds between two looks at how fast programs begin
-BRISK = 4  # programs begun by a thread in a tick: above that its bodies do not wait
+TICK = 0.02  # seconds between two looks at how fast programs begin
+BRISK = 20  # programs begun by a thread in a tick: below that its bodies wait for something
 
 
 def thread_count(num_threads: Any, parallelism: int, programs: int) -> int:
@@ -65,26 +64,39 @@ class Batch:
         self._failed: BaseException | None = None
         self._stopped = False
         self._every = on_ended is not None  # someone wants to hear of each end, not only of the last
-        self._threads = 0
-        self._start_threads(1)
+        self._limit = threads
+        self._threads = self._waiting = 0  # threads, and those of them whose body waits for the model
+        hook = self._body_waits
+        for state in states:
+            state._executor.program.on_wait = hook
+        self._add_threads(1)
         if threads > 1:
-            threading.Thread(target=self._grow, args=(threads,), name="minisgl-batch", daemon=True).start()
+            threading.Thread(target=self._grow, name="minisgl-batch", daemon=True).start()
 
-    def _start_threads(self, count: int) -> None:
-        for _ in range(count):
-            threading.Thread(target=self._work, name=f"minisgl-batch-{self._threads}", daemon=True).start()
-            self._threads += 1
-
-    def _grow(self, limit: int) -> None:
-        """Add threads, up to `limit`, while those there do not begin programs briskly."""
-        begun = 0
-        while self._threads < limit:
-            time.sleep(TICK)
+    def _add_threads(self, count: int) -> None:
+        with self._cond:
             left = len(self.states) - self._next
-            if self._stopped or not left:
-                return
+            count = 0 if self._stopped else max(0, min(count, self._limit - self._threads, left))
+            first = self._threads
+            self._threads += count
+        for number in range(first, first + count):
+            threading.Thread(target=self._work, name=f"minisgl-batch-{number}", daemon=True).start()
+
+    def _body_waits(self, change: int) -> None:
+        """A body begins (1) or ends (-1) to wait for the model."""
+        with self._cond:
+            self._waiting += change
+            stuck = change > 0 and self._waiting >= self._threads
+        if stuck:
+            self._add_threads(1)
+
+    def _grow(self) -> None:
+        """Add threads while those there do not begin programs briskly."""
+        begun = 0
+        while self._threads < self._limit and self._next < len(self.states) and not self._stopped:
+            time.sleep(TICK)
             if self._next - begun < BRISK * self._threads:
-                self._start_threads(min(self._threads, limit - self._threads, left))
+                self._add_threads(self._threads)
             begun = self._next
 
     def _work(self) -> None:

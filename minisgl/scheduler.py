@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from .radix import NullCache, RadixTree
 
 MAX_PASSED_OVER = 32  # batches that may admit younger requests first before a waiting one goes to the front
-ADMIT_AT_ONCE = 256  # requests taken into one batch: the device need not wait until a burst of a thousand is admitted
 RESERVE_CLIP = 4096  # a request's possible output counts at most this many tokens in the admission reserve
 
 
@@ -114,7 +113,6 @@ class Scheduler:
         self.chunk_size = chunk_size
         self.policy = policy
         self.max_passed_over = max_passed_over
-        self.admit_at_once = ADMIT_AT_ONCE
         self.events = events
         self.rng = np.random.default_rng(seed)
         self.rows = Rows(table.max_requests, table.max_context)
@@ -254,7 +252,7 @@ class Scheduler:
         reserve = self._reserve()
         chunking = self._in_chunks(decodes)
         for request in order_waiting(self.waiting, self.policy, self.tree, self.rng, self.max_passed_over):
-            if budget < 1 or not self.table.available_rows or len(admitted) == self.admit_at_once:
+            if budget < 1 or not self.table.available_rows:
                 break
             match = self.tree.match(request.tokens[: request.reusable])
             if self._waits_for_chunks(request, match.length, chunking):

@@ -24,7 +24,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
@@ -42,6 +43,7 @@ class Program:
     def __init__(self, ended: bool = True):
         self.ended = ended
         self.owner: int | None = None  # the thread that runs the body, while it does
+        self.on_wait: Callable[[int], None] | None = None  # told when the body begins (1) and ends (-1) to wait
         self._states: list[StateQueue] = []  # of a program that has not ended; nobody waits for more after that
 
     def add(self, executor: StateQueue) -> None:
@@ -49,11 +51,23 @@ class Program:
             self._states.append(executor)
 
     def end(self) -> None:
-        self.ended, self.owner = True, None
+        self.ended, self.owner, self.on_wait = True, None, None
         states, self._states = self._states, []
         for executor in states:
             with executor.lock:
                 executor.wake()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a wait: whoever runs the body may want its thread's place filled."""
+        on_wait = self.on_wait if self.owner == threading.get_ident() else None
+        if on_wait is not None:
+            on_wait(1)
+        try:
+            yield
+        finally:
+            if on_wait is not None:
+                on_wait(-1)
 
     @property
     def more_may_come(self) -> bool:
@@ -203,6 +217,9 @@ class StateQueue:
         """Block until ready(), or raise the state's error.  Ctrl-C while waiting stops the state."""
         try:
             with self.lock:
+                if ready():
+                    return
+            with self.program.waiting(), self.lock:
                 while not ready():
                     self.raise_error()
                     if self._changed is None:

@@ -296,6 +296,39 @@ def test_run_batch_auto_threads_follow_what_the_backend_runs_at_once():
     assert backend.peak == 5
 
 
+def _threads_of(body, count, **options):
+    """The threads that ran the bodies of a batch."""
+    seen: set[int] = set()
+
+    @sgl.function
+    def f(s, i):
+        seen.add(threading.get_ident())
+        body(s)
+
+    backend = ScriptedBackend(delay=0.01, parallelism=64)
+    f.run_batch([{"i": i} for i in range(count)], backend=backend, **options)
+    seen.discard(threading.get_ident())  # the prefix was looked for here
+    return len(seen)
+
+
+def test_run_batch_adds_threads_only_where_bodies_wait():
+    def queues(s):
+        s += "a" + sgl.gen("x")
+
+    def reads(s):
+        queues(s)
+        assert s["x"]
+
+    def calls_a_tool(s):
+        time.sleep(0.01)
+        queues(s)
+
+    assert _threads_of(queues, 300) <= 8  # one, but for a machine too busy to begin 20 of them in 20 ms
+    assert _threads_of(reads, 64) >= 16
+    assert _threads_of(calls_a_tool, 64) >= 4
+    assert _threads_of(reads, 20, num_threads=3) == 3
+
+
 def test_run_batch_bodies_that_do_not_wait_need_no_thread_while_they_generate():
     backend = ScriptedBackend(delay=0.2)
     f = program(lambda s, x: s.__iadd__(x + sgl.gen("a")))

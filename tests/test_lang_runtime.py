@@ -52,6 +52,37 @@ def idle(runtime, seconds=1.0):
     return False
 
 
+def test_what_nobody_holds_is_freed_without_a_collection(tiny):
+    """Requests and programs leave no cycles: a thousand of them would be a collection's work, in somebody's time."""
+
+    @sgl.function
+    def f(s):
+        s += "one two " + sgl.gen("x", max_tokens=4)
+        with s.copy() as c:
+            c += sgl.gen("y", max_tokens=2, n=2)
+            s["z"] = c["y"]
+        s += sgl.select("w", ["a", "b"])
+
+    gc.collect()
+    gc.disable()
+    try:
+        states = f.run_batch([{}] * 3, backend=tiny)
+        assert all(state["w"] in "ab" for state in states)
+        sinks, _ = tiny.prepare("x y z", {"max_new_tokens": 3}, None, None, True, 0, 1, False, 0, None)
+        tiny.engine.submit([sink.request for sink in sinks])
+        assert sinks[0].result()["output_ids"]
+        tiny.generate("another step, so that the engine lets go of its last one", {"max_new_tokens": 2})
+        held = [weakref.ref(state._executor) for state in states]
+        held += [weakref.ref(sink) for sink in sinks] + [weakref.ref(sink.request) for sink in sinks]
+        del states, sinks
+        end = time.perf_counter() + 5
+        while any(ref() is not None for ref in held) and time.perf_counter() < end:
+            time.sleep(0.01)
+        assert not any(ref() is not None for ref in held)
+    finally:
+        gc.enable()
+
+
 # ---- prefixes -----
 
 
