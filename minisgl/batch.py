@@ -58,7 +58,8 @@ class Batch:
         on_ended: Callable[[], Any] | None = None,
     ):
         self.states, self._body, self._on_ended = states, body, on_ended
-        self._cond = threading.Condition()
+        self._lock = threading.Lock()
+        self._cond = threading.Condition(self._lock)
         self._next = 0
         self._ended: set[int] = set()
         self._failed: BaseException | None = None
@@ -74,7 +75,7 @@ class Batch:
             threading.Thread(target=self._grow, name="minisgl-batch", daemon=True).start()
 
     def _add_threads(self, count: int) -> None:
-        with self._cond:
+        with self._lock:
             left = len(self.states) - self._next
             count = 0 if self._stopped else max(0, min(count, self._limit - self._threads, left))
             first = self._threads
@@ -84,7 +85,7 @@ class Batch:
 
     def _body_waits(self, change: int) -> None:
         """A body begins (1) or ends (-1) to wait for the model."""
-        with self._cond:
+        with self._lock:
             self._waiting += change
             stuck = change > 0 and self._waiting >= self._threads
         if stuck:
@@ -101,7 +102,7 @@ class Batch:
 
     def _work(self) -> None:
         while True:
-            with self._cond:
+            with self._lock:
                 if self._stopped or self._next == len(self.states):
                     return
                 index = self._next
@@ -117,7 +118,7 @@ class Batch:
             watch()
 
     def _end(self, index: int, error: BaseException | None) -> None:
-        with self._cond:
+        with self._lock:
             self._ended.add(index)
             self._failed = self._failed or error
             if self._every or error is not None or len(self._ended) == len(self.states):
@@ -164,7 +165,7 @@ class Batch:
 
     def abort(self, error: BaseException) -> None:
         """Start no more programs and stop those that run."""
-        with self._cond:
+        with self._lock:
             self._stopped = True
         for state in self.states:
             state._executor.fail(error)

@@ -21,8 +21,8 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 
+from .chat_limits import LimitedEnvironment
 from .messages import one_line
 
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # the final space shows whether a template trims messages
@@ -62,11 +62,10 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
     )
 
 
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+def _environment() -> LimitedEnvironment:
+    env = LimitedEnvironment(
+        filters={"tojson": _tojson}, trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise_exception
     env.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return env
@@ -96,6 +95,8 @@ class ChatTemplate:
                 self._compiled[text] = self._env.from_string(text)
             except jinja2.TemplateSyntaxError as error:
                 raise ChatTemplateError(f"chat_template: line {error.lineno}: {error.message}") from None
+            except Exception as error:  # nested too deeply, say
+                raise ChatTemplateError(f"chat_template can't be compiled: {error or type(error).__name__}") from None
         return self._compiled[text]
 
     def pick(self, name: str | None = None, tools: bool = False) -> str:
@@ -131,18 +132,20 @@ class ChatTemplate:
         """
         if continue_final_message and add_generation_prompt:
             raise ChatTemplateError("continue_final_message needs add_generation_prompt=False")
-        chat = _messages(messages)
-        if continue_final_message:
-            chat[-1]["content"] = _tagged(chat[-1].get("content"))
         template = self.compile(self.pick(chat_template, tools is not None))
         try:
-            text = template.render(
-                messages=chat,
-                tools=None if tools is None else [_plain(_tool_schema(tool)) for tool in tools],
-                documents=_plain(documents),
-                add_generation_prompt=add_generation_prompt,
-                **{**self.special_tokens, **_plain(variables)},
-            )
+            chat = _messages(messages)
+            if continue_final_message:
+                chat[-1]["content"] = _tagged(chat[-1].get("content"))
+            values = {
+                "messages": chat,
+                "tools": None if tools is None else [_plain(_tool_schema(tool)) for tool in tools],
+                "documents": _plain(documents),
+                "add_generation_prompt": add_generation_prompt,
+                **self.special_tokens,
+                **_plain(variables),
+            }
+            text = self._env.limited(lambda: template.generate(values))
         except ChatTemplateError:
             raise
         except Exception as error:  # templates are the model's code: anything may come out of them
@@ -210,7 +213,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (int, float)):
         return int(value) if isinstance(value, int) else float(value)
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
+        return {key if isinstance(key, str) else _name(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -218,6 +221,12 @@ def _plain(value: Any) -> Any:
     if callable(dump := getattr(value, "model_dump", None)):
         return _plain(dump())
     return f"<{type(value).__name__}>"  # images and the like: templates only ask whether they are there
+
+
+def _name(key: Any) -> Any:
+    """A key as JSON may have it, or as text."""
+    plain = _plain(key)
+    return str(plain) if isinstance(plain, (list, dict)) else plain
 
 
 def _tool_schema(tool: Any) -> Any:

@@ -41,6 +41,7 @@ ARCHITECTURES = {
 # there.
 _DEFAULT_MAX_POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 _DTYPES = ("float32", "float16", "bfloat16")
+_MAX_SIZE, _MAX_LAYERS, _MAX_NUMBER = 2**31 - 1, 10_000, 1e15
 _ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
@@ -48,6 +49,7 @@ _ROPE_KEYS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
+_YARN_NUMBERS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ class LlamaConfig:
             mlp_bias=bool(hf.get("mlp_bias", False)) and kind == "llama",
             qk_norm=kind == "qwen3",
             dtype=dtype if dtype in _DTYPES else "float32",
-            bos_token_id=hf.get("bos_token_id"),
+            bos_token_id=next(iter(token_ids(hf.get("bos_token_id"))), None),
             eos_token_ids=token_ids(hf.get("eos_token_id")),
             model_type=kind,
         )
@@ -176,7 +178,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path.name} is missing in {path.parent}") from None
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:  # JSON and UTF-8 errors are both ValueErrors
+    except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors are both ValueErrors
         raise ModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds a {type(value).__name__}, not a JSON object")
@@ -186,15 +188,17 @@ def read_json(path: Path) -> dict[str, Any]:
 def token_ids(value: Any) -> tuple[int, ...]:
     """`eos_token_id` of a config: nothing, one id or a list of them."""
     values = value if isinstance(value, list) else [value]
-    return tuple(v for v in values if isinstance(v, int) and not isinstance(v, bool))
+    return tuple(v for v in values if isinstance(v, int) and not isinstance(v, bool) and abs(v) <= _MAX_SIZE)
 
 
 def _model_type(hf: dict[str, Any]) -> str:
     names = hf.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError(f"config.json: architectures must be a list of names, got {names!r}")
     for name in names:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
-    if not names and hf.get("model_type") in ARCHITECTURES.values():
+    if not names and hf.get("model_type") in list(ARCHITECTURES.values()):
         return hf["model_type"]
     found = names[0] if names else hf.get("model_type")
     raise ModelError(f"config.json: architecture {found!r} isn't supported, only {', '.join(ARCHITECTURES)}")
@@ -208,13 +212,17 @@ def _mapping(hf: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _size(hf: dict[str, Any], key: str, default: int | None = None, or_null: int | None = None) -> int:
-    """A positive int; `default` when the key is absent, `or_null` when it is there and null."""
+    """A positive int; `default` when the key is absent, `or_null` when it is there and null. None is so large that
+    something made of as many parts fills the memory before anything else finds it wrong."""
     value = hf.get(key, default)
     value = or_null if value is None and key in hf else value
     if value is None:
         raise ModelError(f"config.json: {key} is missing")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ModelError(f"config.json: {key} must be a positive integer, got {value!r}")
+    most = _MAX_LAYERS if key == "num_hidden_layers" else _MAX_SIZE
+    if value > most:
+        raise ModelError(f"config.json: {key} must be at most {most}, got {value!r}")
     return value
 
 
@@ -225,6 +233,8 @@ def _number(values: dict[str, Any], key: str, default: float | None = None) -> f
         raise ModelError(f"config.json: {key} is missing")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise ModelError(f"config.json: {key} must be a positive number, got {value!r}")
+    if value > _MAX_NUMBER:
+        raise ModelError(f"config.json: {key} must be at most {_MAX_NUMBER:g}, got {value!r}")
     return float(value)
 
 
@@ -242,6 +252,8 @@ def _windows(hf: dict[str, Any], kind: str, layers: int) -> tuple[int, ...]:
     types = hf.get("layer_types")
     if types is None:
         first = hf.get("max_window_layers", 28)
+        if isinstance(first, bool) or not isinstance(first, int):
+            raise ModelError(f"config.json: max_window_layers must be an integer, got {first!r}")
         return tuple(window if layer >= first else 0 for layer in range(layers))
     if not isinstance(types, list) or len(types) != layers:
         raise ModelError(f"config.json: layer_types must list {layers} layers, got {types!r}")
@@ -259,19 +271,23 @@ def _rope(hf: dict[str, Any], max_positions: int) -> RopeConfig:
         raise ModelError(f"config.json: {key} that differ between layers aren't supported")
     rope_type = params.pop("rope_type", None) or params.get("type") or "default"
     params.pop("type", None)
-    if rope_type not in _ROPE_KEYS:
+    if not isinstance(rope_type, str) or rope_type not in _ROPE_KEYS:
         raise ModelError(
             f"config.json: RoPE type {rope_type!r} isn't supported, only {', '.join(_ROPE_KEYS)}"
         )
-    if float(params.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0) != 1.0:
+    if (params.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ModelError("config.json: partial_rotary_factor other than 1 isn't supported")
     theta = _number({"rope_theta": params.pop("rope_theta", None) or hf.get("rope_theta")}, "rope_theta", 1e4)
 
-    original = hf.get("original_max_position_embeddings") or params.get("original_max_position_embeddings")
+    key = "original_max_position_embeddings"
+    original = hf.get(key) or params.get(key)
     if rope_type in ("llama3", "yarn"):
-        params["original_max_position_embeddings"] = original or max_positions
+        params[key] = _number({key: original}, key, max_positions)
         if rope_type == "yarn" and params.get("factor") is None:
-            params["factor"] = max_positions / params["original_max_position_embeddings"]
+            params["factor"] = max_positions / params[key]
+        for name in _YARN_NUMBERS:  # 0 and null: as if it were not there
+            if rope_type == "yarn" and params.get(name):
+                params[name] = _number(params, name)
     for name in _ROPE_KEYS[rope_type]:
         if name not in params:
             raise ModelError(f"config.json: RoPE type {rope_type!r} needs {name}")

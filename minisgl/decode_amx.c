@@ -18,33 +18,16 @@
 
    Source of AMX's semantics: Intel's Architecture Instruction Set Extensions reference, chapter 3. */
 
-#define _GNU_SOURCE
-#include <immintrin.h>
-#include <limits.h>
-#include <linux/futex.h>
-#include <math.h>
-#include <stdatomic.h>
-#include <stdint.h>
-#include <string.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-/* torch has an OpenMP library loaded, whose threads are used: this is what `#pragma omp parallel` is compiled to */
-void GOMP_parallel(void (*function)(void *), void *argument, unsigned threads, unsigned flags);
-int omp_get_thread_num(void);
-int omp_get_num_threads(void);
-
-typedef uint16_t bf16;
-#define INLINE static inline __attribute__((always_inline))
-enum { ROWS = 32, COLUMNS = 32 };         /* of a block */
-enum { MAX_LAYERS = 512, PHASES = 8 };    /* that there are counters for */
-enum { SPINS = 500 };
+#include "decode_amx_basics.h"
+#include "decode_amx_weights.h"
+#include "decode_amx_products.h"
+#include "decode_amx_attention.h"
 
 /* ---- what Python passes: the same structures are in ops_amx.py; pointers may be null where the model has none ---- */
 
 struct layer {
-    const bf16 *input_norm, *qkv, *o, *post_norm, *gate, *up, *down;
-    const bf16 *qkv_bias, *o_bias, *gate_bias, *up_bias, *down_bias, *qk_norm;
+    struct matrix qkv, o, gate, up, down;
+    const bf16 *input_norm, *post_norm, *qkv_bias, *o_bias, *gate_bias, *up_bias, *down_bias, *qk_norm;
     int64_t window; /* tokens, 0: none */
 };
 
@@ -56,9 +39,10 @@ struct model {
 };
 
 struct step {
-    int64_t n;                                /* sequences */
+    int64_t n, sequences, decodes;            /* new tokens, of so many sequences; the first decode, with a token each */
     const int64_t *ids, *positions, *slots;   /* (n,) */
-    const int32_t *lengths, *rows;            /* (n,) */
+    const int32_t *starts;                    /* (sequences + 1,): a sequence's first new token */
+    const int32_t *lengths, *rows;            /* (sequences,): tokens with the new ones, and row of the table */
     const int32_t *table;                     /* (.., table_stride): slot of each position of a row */
     int64_t table_stride, longest;            /* longest: at least every length */
     const float *rope;                        /* (.., dim): cosines, then sines, of each position */
@@ -69,127 +53,25 @@ struct step {
     int64_t threads;
 };
 
-/* ---- bfloat16 ---- */
-
-INLINE __m512 load(const bf16 *p) { /* 16 numbers */
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16));
-}
-
-INLINE void store(bf16 *p, __m512 x) { /* rounds to nearest even */
-    _mm256_storeu_si256((void *)p, (__m256i)_mm512_cvtneps_pbh(x));
-}
-
-INLINE __m512 rounded(__m512 x) { /* to what bfloat16 can hold */
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16));
-}
-
-INLINE void fetch(const bf16 *p, int64_t count) { /* into the caches; asks and does not wait */
-    for (int64_t i = 0; i < count; i += 32) _mm_prefetch((const char *)(p + i), _MM_HINT_T0);
-}
-
-INLINE __m512 exponential(__m512 x) { /* e^x, 2e-7 relative: 2^n times a polynomial for the rest in [-1/2, 1/2] */
-    const __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
-    const __m512 n = _mm512_roundscale_ps(t, 0), f = _mm512_sub_ps(t, n);
-    __m512 y = _mm512_set1_ps(1.54035304e-4f);
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.33335581e-3f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(9.61812911e-3f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.55041087e-2f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.40226507e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.93147181e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(y, n);
-}
-
-/* ---- threads ---- */
-
-struct team {
-    atomic_int turn, arrived, asleep;
-    atomic_long taken[MAX_LAYERS][PHASES] __attribute__((aligned(64)));
-};
-
-/* All threads wait for each other.  They spin for some 20 us, longer than a phase's ends are usually apart; after that
-   the one that is missing probably lacks a core, so they sleep and leave it theirs. */
-static void meet(struct team *team, int threads) {
-    const int turn = atomic_load(&team->turn);
-    if (atomic_fetch_add(&team->arrived, 1) == threads - 1) {
-        atomic_store(&team->arrived, 0);
-        atomic_store(&team->turn, turn + 1);
-        if (atomic_load(&team->asleep)) syscall(SYS_futex, &team->turn, FUTEX_WAKE_PRIVATE, INT_MAX, 0, 0, 0);
-        return;
-    }
-    for (int spins = 0; spins < SPINS; spins++) {
-        if (atomic_load(&team->turn) != turn) return;
-        _mm_pause();
-    }
-    atomic_fetch_add(&team->asleep, 1);
-    while (atomic_load(&team->turn) == turn) syscall(SYS_futex, &team->turn, FUTEX_WAIT_PRIVATE, turn, 0, 0, 0);
-    atomic_fetch_sub(&team->asleep, 1);
-}
-
-/* i = 0 .. total - 1 shared out: one each to begin with, then whoever is free takes the next */
-#define SHARE(i, total, counter) \
-    for (int64_t i = thread; i < (total); i = threads + atomic_fetch_add(&(counter), 1))
-
-/* ---- matrix products ---- */
-
-struct tiles {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t bytes_per_row[16];
-    uint8_t rows[16];
-};
-
-/* All eight tiles at full size.  oneDNN, which also runs on these threads, may count on its own configuration. */
-INLINE void use_tiles(struct tiles *before) {
-    struct tiles now = {.palette = 1};
-    for (int i = 0; i < 8; i++) now.bytes_per_row[i] = 64, now.rows[i] = 16;
-    memset(before, 0, sizeof *before);
-    /* GCC's header says that 8 of the 64 bytes are read or written: make it store, and forget, all of them */
-    __asm__ volatile("" : : "r"(&now), "r"(before) : "memory");
-    _tile_storeconfig(before);
-    _tile_loadconfig(&now);
-}
-
-INLINE void restore_tiles(const struct tiles *before) {
-    if (before->palette) _tile_loadconfig(before);
-    else _tile_release();
-}
-
-/* sums[m][c] = sum over k of x[m][k] * w[c][k], for 16 or 32 rows m and 32 columns c.
-
-   w: the block's (k / 32) pieces of 16 pairs of k, 32 columns, 2: two tiles side by side.  They stream through once,
-   so they are asked for ahead of their use; x (k numbers to a row) stays in the L1 cache. */
-INLINE void product(const bf16 *x, int two, int64_t k, const bf16 *w, float sums[ROWS][COLUMNS]) {
-    const bf16 *lower = x + 16 * k;
-    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
-    for (int64_t i = 0; i < k; i += 32, w += 32 * COLUMNS) {
-        fetch(w + 4 * 32 * COLUMNS, 32 * COLUMNS);
-        _tile_loadd(4, w, 128); _tile_loadd(5, w + 32, 128);
-        _tile_loadd(6, x + i, k * 2);
-        _tile_dpbf16ps(0, 6, 4); _tile_dpbf16ps(1, 6, 5);
-        if (two) {
-            _tile_loadd(7, lower + i, k * 2);
-            _tile_dpbf16ps(2, 7, 4); _tile_dpbf16ps(3, 7, 5);
-        }
-    }
-    _tile_stored(0, sums[0], 128); _tile_stored(1, sums[0] + 16, 128);
-    if (two) { _tile_stored(2, sums[16], 128); _tile_stored(3, sums[16] + 16, 128); }
-}
+/* ---- linear layers ---- */
 
 INLINE __m512 plus_bias(const float *sums, const bf16 *bias, int64_t column) {
     const __m512 x = _mm512_loadu_ps(sums);
     return bias ? _mm512_add_ps(x, load(bias + column)) : x;
 }
 
-/* Columns column .. column + 31 of out (n, width) = x w^T + bias, or of out += that. */
+/* Of a product's result, its columns in blocks and its rows in groups, each `part` is one block of one group. */
+static int64_t parts(int64_t n, int64_t width) { return up(n, GROUP) / GROUP * (width / COLUMNS); }
+
+/* A part of out (n, width) = x w^T + bias, or of out += that. */
 static void linear(
-    const bf16 *x, int64_t n, int64_t k, const bf16 *w, const bf16 *bias, int add, bf16 *out, int64_t width,
-    int64_t column
+    const struct operand *x, const struct matrix *w, const bf16 *bias, int add, bf16 *out, int64_t width, int64_t part
 ) {
     float sums[ROWS][COLUMNS] __attribute__((aligned(64)));
-    for (int64_t first = 0; first < n; first += ROWS) {
-        const int64_t count = n - first < ROWS ? n - first : ROWS;
-        product(x + first * k, count > 16, k, w + column * k, sums);
-        for (int64_t m = 0; m < count; m++)
+    const int64_t column = part % (width / COLUMNS) * COLUMNS, begin = part / (width / COLUMNS) * GROUP;
+    for (int64_t first = begin; first < x->n && first < begin + GROUP; first += ROWS) {
+        product(x, first, w, column, sums);
+        for (int64_t m = 0; m < ROWS && first + m < x->n; m++)
             for (int64_t c = 0; c < COLUMNS; c += 16) {
                 bf16 *at = out + (first + m) * width + column + c;
                 const __m512 y = plus_bias(sums[m] + c, bias, column + c);
@@ -198,17 +80,15 @@ static void linear(
     }
 }
 
-/* The same columns of out (n, width) = silu(x gate^T) * (x up^T), SwiGLU's (arXiv 2002.05202) gating. */
-static void gated(
-    const bf16 *x, int64_t n, int64_t k, const struct layer *l, bf16 *out, int64_t width, int64_t column
-) {
+/* A part of out (n, width) = silu(x gate^T) * (x up^T), SwiGLU's (arXiv 2002.05202) gating. */
+static void gated(const struct operand *x, const struct layer *l, bf16 *out, int64_t width, int64_t part) {
     float gates[ROWS][COLUMNS] __attribute__((aligned(64))), ups[ROWS][COLUMNS] __attribute__((aligned(64)));
     const __m512 one = _mm512_set1_ps(1.0f), zero = _mm512_setzero_ps();
-    for (int64_t first = 0; first < n; first += ROWS) {
-        const int64_t count = n - first < ROWS ? n - first : ROWS;
-        product(x + first * k, count > 16, k, l->gate + column * k, gates);
-        product(x + first * k, count > 16, k, l->up + column * k, ups);
-        for (int64_t m = 0; m < count; m++)
+    const int64_t column = part % (width / COLUMNS) * COLUMNS, begin = part / (width / COLUMNS) * GROUP;
+    for (int64_t first = begin; first < x->n && first < begin + GROUP; first += ROWS) {
+        product(x, first, &l->gate, column, gates);
+        product(x, first, &l->up, column, ups);
+        for (int64_t m = 0; m < ROWS && first + m < x->n; m++)
             for (int64_t c = 0; c < COLUMNS; c += 16) {
                 const __m512 gate = plus_bias(gates[m] + c, l->gate_bias, column + c);
                 const __m512 up = plus_bias(ups[m] + c, l->up_bias, column + c);
@@ -240,107 +120,34 @@ INLINE void rotate(bf16 *x, int64_t dim, const float *rope) {
     }
 }
 
-/* ---- attention ---- */
-
-/* `count` query heads of one sequence over the keys first .. length - 1 of their KV head, found through `slots`.
-   q, out: (count, dim).  keys, values: of slot 0; `stride` numbers from one slot to the next.  Count and dim are
-   constants where this is called, so that the accumulators stay in registers. */
-INLINE void attend(
-    const int count, const int dim, const bf16 *q, const bf16 *keys, const bf16 *values, int64_t stride,
-    const int32_t *slots, int64_t first, int64_t length, float scale, float *scores, int64_t scores_width, bf16 *out
-) {
-    __m512bh query[4][4];
-    float largest[4];
-    for (int h = 0; h < count; h++) {
-        largest[h] = -INFINITY;
-        for (int i = 0; i < dim / 32; i++) query[h][i] = (__m512bh)_mm512_loadu_si512(q + h * dim + 32 * i);
-    }
-    for (int64_t j = first; j < length; j++) {
-        const bf16 *key = keys + slots[j] * stride;
-        if (j + 8 < length) fetch(keys + slots[j + 8] * stride, dim);
-        for (int h = 0; h < count; h++) {
-            __m512 sum = _mm512_setzero_ps();
-            for (int i = 0; i < dim / 32; i++)
-                sum = _mm512_dpbf16_ps(sum, query[h][i], (__m512bh)_mm512_loadu_si512(key + 32 * i));
-            const float score = _mm512_reduce_add_ps(sum) * scale;
-            scores[h * scores_width + j - first] = score;
-            if (score > largest[h]) largest[h] = score;
-        }
-    }
-    const int64_t seen = length - first;
-    float total[4];
-    for (int h = 0; h < count; h++) {
-        float *p = scores + h * scores_width;
-        __m512 sum = _mm512_setzero_ps();
-        for (int64_t j = seen; j % 16; j++) p[j] = -1e30f; /* up to a multiple of 16: e^x is 0 */
-        for (int64_t j = 0; j < seen; j += 16) {
-            const __m512 e = exponential(_mm512_sub_ps(_mm512_loadu_ps(p + j), _mm512_set1_ps(largest[h])));
-            _mm512_storeu_ps(p + j, e);
-            sum = _mm512_add_ps(sum, e);
-        }
-        total[h] = _mm512_reduce_add_ps(sum);
-    }
-    __m512 mix[4][8];
-    for (int h = 0; h < count; h++)
-        for (int i = 0; i < dim / 16; i++) mix[h][i] = _mm512_setzero_ps();
-    for (int64_t j = 0; j < seen; j++) {
-        const bf16 *value = values + slots[first + j] * stride;
-        if (j + 8 < seen) fetch(values + slots[first + j + 8] * stride, dim);
-        for (int i = 0; i < dim / 16; i++) {
-            const __m512 v = load(value + 16 * i);
-            for (int h = 0; h < count; h++)
-                mix[h][i] = _mm512_fmadd_ps(_mm512_set1_ps(scores[h * scores_width + j]), v, mix[h][i]);
-        }
-    }
-    for (int h = 0; h < count; h++)
-        for (int i = 0; i < dim / 16; i++)
-            store(out + h * dim + 16 * i, _mm512_div_ps(mix[h][i], _mm512_set1_ps(total[h])));
-}
-
-#define FOR_COUNT(dim) \
-    switch (count) { \
-    case 1: attend(1, dim, q, keys, values, stride, slots, first, length, scale, scores, width, out); break; \
-    case 2: attend(2, dim, q, keys, values, stride, slots, first, length, scale, scores, width, out); break; \
-    case 3: attend(3, dim, q, keys, values, stride, slots, first, length, scale, scores, width, out); break; \
-    default: attend(4, dim, q, keys, values, stride, slots, first, length, scale, scores, width, out); \
-    }
-
-static void attend_group(
-    int64_t group, int64_t dim, const bf16 *q, const bf16 *keys, const bf16 *values, int64_t stride,
-    const int32_t *slots, int64_t first, int64_t length, float *scores, int64_t width, bf16 *out
-) {
-    const float scale = 1.0f / sqrtf(dim);
-    for (int64_t done = 0; done < group; done += 4, q += 4 * dim, out += 4 * dim) {
-        const int64_t count = group - done;
-        switch (dim) {
-        case 32: FOR_COUNT(32) break;
-        case 64: FOR_COUNT(64) break;
-        case 96: FOR_COUNT(96) break;
-        default: FOR_COUNT(128)
-        }
-    }
-}
-
 /* ---- the step ---- */
 
-INLINE int64_t up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+/* New tokens that attend together: a decode's only one, or up to 16 of a prompt's. */
+struct piece {
+    int64_t first, count, seen; /* token; tokens; how many the first of them sees */
+    const int32_t *slots;
+    int decode;
+};
 
 /* Where things are in the workspace, in bytes; rows are padded to whole tiles. */
 struct layout {
-    int64_t residual, normed, qkv, mixed, gated, scores, scores_width, end;
+    int64_t pieces, residual, normed, qkv, mixed, gated, own, scores, own_size, end; /* own: a thread's */
 };
 
 static struct layout lay_out(const struct model *m, int64_t n, int64_t longest, int64_t threads) {
-    const int64_t rows = up(n, 16), width = (m->heads + 2 * m->kv_heads) * m->dim;
+    const int64_t rows = up(n, ROWS), inner = m->heads * m->dim, wide = m->intermediate > inner ? m->intermediate : inner;
+    const int64_t few = rows < MOST_ROWS ? rows : MOST_ROWS;
     struct layout at;
-    at.residual = up(sizeof(struct team), 64);
+    at.pieces = up(team_bytes(threads), 64);
+    at.residual = up(at.pieces + n * sizeof(struct piece), 64);
     at.normed = at.residual + rows * m->hidden * 2;
     at.qkv = at.normed + rows * m->hidden * 2;
-    at.mixed = at.qkv + rows * width * 2;
-    at.gated = at.mixed + rows * m->heads * m->dim * 2;
-    at.scores = up(at.gated + rows * m->intermediate * 2, 64);
-    at.scores_width = up(longest, 16);
-    at.end = at.scores + threads * 4 * at.scores_width * 4;
+    at.mixed = at.qkv + rows * (m->heads + 2 * m->kv_heads) * m->dim * 2;
+    at.gated = at.mixed + rows * inner * 2;
+    at.own = at.gated + rows * m->intermediate * 2;
+    at.scores = few * (wide > m->hidden ? wide : m->hidden) * 2; /* after `operand`'s, in a thread's own part */
+    at.own_size = at.scores + up(longest, 32) * 16 * 4;
+    at.end = at.own + threads * at.own_size;
     return at;
 }
 
@@ -348,31 +155,41 @@ int64_t work_bytes(const struct model *m, int64_t n, int64_t longest, int64_t th
     return lay_out(m, n, longest, threads).end;
 }
 
-/* Whether the kernel lets this process use AMX (Linux asks to be asked: Documentation/arch/x86/xstate.rst). */
-int allowed(void) { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0; }
+static int64_t cut(const struct step *s, struct piece *pieces) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < s->sequences; i++) {
+        const int64_t start = s->starts[i], end = s->starts[i + 1], before = s->lengths[i] - (end - start);
+        const int32_t *slots = s->table + s->rows[i] * s->table_stride;
+        for (int64_t t = start; t < end; t += 16)
+            pieces[count++] = (struct piece){
+                t, end - t < 16 ? end - t : 16, before + t - start + 1, slots, i < s->decodes};
+    }
+    return count;
+}
 
-static void run(const struct model *m, const struct step *s, int thread, int threads) {
+static void run(const struct model *m, const struct step *s, int64_t num_pieces, int thread, int threads) {
     const struct layout at = lay_out(m, s->n, s->longest, s->threads);
     struct team *team = (void *)s->work;
+    const struct piece *pieces = (void *)(s->work + at.pieces);
     bf16 *residual = (void *)(s->work + at.residual), *normed = (void *)(s->work + at.normed);
     bf16 *qkv = (void *)(s->work + at.qkv), *mixed = (void *)(s->work + at.mixed);
-    bf16 *gate_up = (void *)(s->work + at.gated);
-    float *scores = (float *)(s->work + at.scores) + thread * 4 * at.scores_width;
+    bf16 *gate_up = (void *)(s->work + at.gated), *pairs = (void *)(s->work + at.own + thread * at.own_size);
+    float *scores = (void *)((char *)pairs + at.scores);
     const int64_t n = s->n, hidden = m->hidden, dim = m->dim, heads = m->heads, kv_heads = m->kv_heads;
-    const int64_t group = heads / kv_heads, width = (heads + 2 * kv_heads) * dim, stride = kv_heads * dim;
+    const int64_t group = heads / kv_heads, inner = heads * dim, stride = kv_heads * dim, width = inner + 2 * stride;
+    int phase = 0;
 
     for (int64_t b = thread; b < n; b += threads)
         memcpy(residual + b * hidden, m->embed + s->ids[b] * hidden, hidden * 2);
     for (int64_t i = 0; i < m->layers; i++) {
         const struct layer *l = m->layer + i;
-        atomic_long *taken = team->taken[i];
         bf16 *keys = s->kv + 2 * i * s->slots_in_pool * stride, *values = keys + s->slots_in_pool * stride;
         if (i) meet(team, threads);
         for (int64_t b = thread; b < n; b += threads)
             rms_norm(residual + b * hidden, l->input_norm, hidden, m->eps, normed + b * hidden);
         meet(team, threads);
-        SHARE(c, width / COLUMNS, taken[0])
-            linear(normed, n, hidden, l->qkv, l->qkv_bias, 0, qkv, width, c * COLUMNS);
+        struct operand x = operand(&l->qkv, normed, n, hidden, pairs);
+        SHARE(part, parts(n, width)) linear(&x, &l->qkv, l->qkv_bias, 0, qkv, width, part);
         meet(team, threads);
         for (int64_t b = thread; b < n; b += threads) {
             bf16 *mine = qkv + b * width;
@@ -380,30 +197,36 @@ static void run(const struct model *m, const struct step *s, int thread, int thr
                 if (l->qk_norm) rms_norm(mine + h * dim, l->qk_norm + h * dim, dim, m->eps, mine + h * dim);
                 rotate(mine + h * dim, dim, s->rope + s->positions[b] * dim);
             }
-            memcpy(keys + s->slots[b] * stride, mine + heads * dim, stride * 2);
-            memcpy(values + s->slots[b] * stride, mine + heads * dim + stride, stride * 2);
+            memcpy(keys + s->slots[b] * stride, mine + inner, stride * 2);
+            memcpy(values + s->slots[b] * stride, mine + inner + stride, stride * 2);
         }
         meet(team, threads); /* every K and V is written before any is read */
-        SHARE(item, n * kv_heads, taken[1]) {
-            const int64_t b = item / kv_heads, h = item % kv_heads, length = s->lengths[b];
-            const int64_t first = l->window && length > l->window ? length - l->window : 0;
-            attend_group(
-                group, dim, qkv + b * width + h * group * dim, keys + h * dim, values + h * dim, stride,
-                s->table + s->rows[b] * s->table_stride, first, length, scores, at.scores_width,
-                mixed + (b * heads + h * group) * dim);
+        SHARE(item, num_pieces * kv_heads) {
+            const struct piece *p = pieces + item / kv_heads;
+            const int64_t h = item % kv_heads, first = l->window && p->seen > l->window ? p->seen - l->window : 0;
+            const bf16 *q = qkv + p->first * width + h * group * dim, *k = keys + h * dim, *v = values + h * dim;
+            bf16 *out = mixed + p->first * inner + h * group * dim;
+            if (p->decode)
+                attend_group(
+                    group, dim, q, k, v, stride, p->slots, first, p->seen, scores, up(s->longest, 16), out);
+            else
+                for (int64_t g = 0; g < group; g++)
+                    attend_prompt(
+                        dim, p->count, q + g * dim, width, k, v, stride, p->slots, p->seen, l->window, scores,
+                        out + g * dim, inner);
         }
         meet(team, threads);
-        SHARE(c, hidden / COLUMNS, taken[2])
-            linear(mixed, n, heads * dim, l->o, l->o_bias, 1, residual, hidden, c * COLUMNS);
+        x = operand(&l->o, mixed, n, inner, pairs);
+        SHARE(part, parts(n, hidden)) linear(&x, &l->o, l->o_bias, 1, residual, hidden, part);
         meet(team, threads);
         for (int64_t b = thread; b < n; b += threads)
             rms_norm(residual + b * hidden, l->post_norm, hidden, m->eps, normed + b * hidden);
         meet(team, threads);
-        SHARE(c, m->intermediate / COLUMNS, taken[3])
-            gated(normed, n, hidden, l, gate_up, m->intermediate, c * COLUMNS);
+        x = operand(&l->gate, normed, n, hidden, pairs);
+        SHARE(part, parts(n, m->intermediate)) gated(&x, l, gate_up, m->intermediate, part);
         meet(team, threads);
-        SHARE(c, hidden / COLUMNS, taken[4])
-            linear(gate_up, n, m->intermediate, l->down, l->down_bias, 1, residual, hidden, c * COLUMNS);
+        x = operand(&l->down, gate_up, n, m->intermediate, pairs);
+        SHARE(part, parts(n, hidden)) linear(&x, &l->down, l->down_bias, 1, residual, hidden, part);
     }
     meet(team, threads);
     for (int64_t b = thread; b < n; b += threads)
@@ -413,27 +236,33 @@ static void run(const struct model *m, const struct step *s, int thread, int thr
 struct job {
     const struct model *model;
     const struct step *step;
+    int64_t pieces;
 };
 
 static void step_on_thread(void *argument) {
     const struct job *job = argument;
     struct tiles before;
     use_tiles(&before);
-    run(job->model, job->step, omp_get_thread_num(), omp_get_num_threads());
+    run(job->model, job->step, job->pieces, omp_get_thread_num(), omp_get_num_threads());
     restore_tiles(&before);
 }
 
 /* 0; or, with nothing computed, -1 if an id is not in the vocabulary, -2 if a length or position is out of bounds, -3
    if a slot is not in the pool or a length exceeds the table. */
 int decode_step(const struct model *m, const struct step *s) {
-    struct job job = {m, s};
     for (int64_t b = 0; b < s->n; b++) {
         if (s->ids[b] < 0 || s->ids[b] >= m->vocabulary) return -1;
-        if (s->lengths[b] < 1 || s->lengths[b] > s->longest) return -2;
         if (s->positions[b] < 0 || s->positions[b] >= s->longest) return -2;
-        if (s->slots[b] < 0 || s->slots[b] >= s->slots_in_pool || s->lengths[b] > s->table_stride) return -3;
+        if (s->slots[b] < 0 || s->slots[b] >= s->slots_in_pool) return -3;
     }
-    memset(s->work, 0, sizeof(struct team));
+    for (int64_t i = 0; i < s->sequences; i++) {
+        if (s->lengths[i] < s->starts[i + 1] - s->starts[i] || s->lengths[i] > s->longest) return -2;
+        if (s->lengths[i] < 1) return -2;
+        if (s->lengths[i] > s->table_stride) return -3;
+    }
+    memset(s->work, 0, team_bytes(s->threads));
+    struct piece *pieces = (void *)(s->work + lay_out(m, s->n, s->longest, s->threads).pieces);
+    struct job job = {m, s, cut(s, pieces)};
     GOMP_parallel(step_on_thread, &job, s->threads, 0);
     return 0;
 }
@@ -441,30 +270,71 @@ int decode_step(const struct model *m, const struct step *s) {
 /* ---- logits ---- */
 
 struct projection {
-    const bf16 *x, *w;
+    const bf16 *x;
+    const struct matrix *w;
     int64_t n, k, columns;
+    char *work;
     float *out;
-    atomic_long taken;
 };
 
 static void project_on_thread(void *argument) {
     struct projection *p = argument;
     const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    struct team *team = (void *)p->work;
+    int phase = 0;
+    bf16 *pairs = (bf16 *)(p->work + up(team_bytes(threads), 64)) + thread * up(p->n, 16) * p->k;
+    const struct operand x = operand(p->w, p->x, p->n, p->k, pairs);
     struct tiles before;
     use_tiles(&before);
     float sums[ROWS][COLUMNS] __attribute__((aligned(64)));
-    SHARE(c, p->columns / COLUMNS, p->taken)
+    SHARE(c, p->columns / COLUMNS)
         for (int64_t first = 0; first < p->n; first += ROWS) {
-            const int64_t count = p->n - first < ROWS ? p->n - first : ROWS;
-            product(p->x + first * p->k, count > 16, p->k, p->w + c * COLUMNS * p->k, sums);
-            for (int64_t m = 0; m < count; m++)
+            product(&x, first, p->w, c * COLUMNS, sums);
+            for (int64_t m = 0; m < ROWS && first + m < p->n; m++)
                 memcpy(p->out + (first + m) * p->columns + c * COLUMNS, sums[m], sizeof sums[m]);
         }
     restore_tiles(&before);
 }
 
+int64_t project_bytes(int64_t n, int64_t k, int64_t threads) {
+    return up(team_bytes(threads), 64) + threads * up(n, 16) * k * 2;
+}
+
 /* out (n, columns) float32 = x (n, k) w^T.  x has rows of anything up to a multiple of 16. */
-void project(const bf16 *x, int64_t n, int64_t k, const bf16 *w, int64_t columns, float *out, int64_t threads) {
-    struct projection p = {.x = x, .w = w, .n = n, .k = k, .columns = columns, .out = out};
+void project(
+    const bf16 *x, int64_t n, int64_t k, const struct matrix *w, int64_t columns, char *work, float *out,
+    int64_t threads
+) {
+    struct projection p = {.x = x, .w = w, .n = n, .k = k, .columns = columns, .work = work, .out = out};
+    memset(work, 0, team_bytes(threads));
     GOMP_parallel(project_on_thread, &p, threads, 0);
+}
+
+/* ---- small weights ---- */
+
+struct search {
+    const bf16 *blocks;
+    char *small;
+    int64_t bits, tiles;
+    atomic_int failed;
+};
+
+static void search_on_thread(void *argument) {
+    struct search *s = argument;
+    const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    for (int64_t i = s->tiles * thread / threads; i < s->tiles * (thread + 1) / threads; i++) {
+        const bf16 *block = s->blocks + i / 2 * 2 * TILE + i % 2 * 32;
+        void *to = s->small + i * tile_bytes(s->bits);
+        if (atomic_load_explicit(&s->failed, memory_order_relaxed)) return;
+        if (!(s->bits == 4 ? find4(block, to) : find8(block, to)) || !found(block, to, s->bits)) atomic_store(&s->failed, 1);
+    }
+}
+
+int64_t small_bytes(int64_t weights, int64_t bits) { return weights / TILE * tile_bytes(bits); }
+
+/* Whether `weights` weights in oneDNN's blocks can be had in tiles of `bits`, which are then in `small`. */
+int find(const bf16 *blocks, int64_t weights, int64_t bits, void *small, int64_t threads) {
+    struct search s = {.blocks = blocks, .small = small, .bits = bits, .tiles = weights / TILE};
+    GOMP_parallel(search_on_thread, &s, threads, 0);
+    return !s.failed;
 }

@@ -24,6 +24,8 @@ trusted) and leaves the engine serving; an error in that clean-up is the end of 
 from __future__ import annotations
 
 import collections
+import contextlib
+import logging
 import queue
 import threading
 import time
@@ -36,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from . import forking
 from .output import OVER, EngineError
 from .request import Request, Status
 
@@ -74,6 +77,7 @@ class Engine:
         self._dead: BaseException | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._main, name="minisgl-engine", daemon=True)
+        forking.tell(self, computes=True)
         self._thread.start()
 
     # ---- from any thread -----------------------------------------------------------------------------------------
@@ -99,6 +103,8 @@ class Engine:
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Run `function` on the engine's thread between two steps and return its result."""
+        if threading.current_thread() is self._thread:  # a callback of a request, which must not wait for itself
+            return function()
         future: Future[Any] = Future()
 
         def run() -> None:
@@ -123,6 +129,11 @@ class Engine:
     @property
     def alive(self) -> bool:
         return self._dead is None
+
+    def after_fork(self) -> None:
+        """In a child process: what is asked of the engine would wait for a thread that is not here."""
+        self._lock, self._inbox = threading.RLock(), queue.SimpleQueue()
+        self._dead = EngineError(forking.message("this Runtime"))
 
     def _post(self, action: Callable[[], None], ignore_dead: bool = False) -> None:
         with self._lock:
@@ -296,12 +307,21 @@ class Engine:
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def _accept(self, requests: list[Request]) -> None:
+        try:
+            self._take_in(requests)
+        except BaseException as error:  # each was waited for from the start, also those behind the one that failed
+            for request in requests:
+                self._fail(request, self._wrap(error))
+            raise
+
+    def _take_in(self, requests: list[Request]) -> None:
         rids = collections.Counter(r.rid for r in requests)  # one call may name several requests, and some alike
         taken = next((rid for rid, count in rids.items() if count > 1 or rid in self._live), None)
+        if taken is not None:  # all of them or none
+            for request in requests:
+                _tell(request, ValueError(f"rid {taken!r} is the id of a request that has not ended yet"))
+            return
         for request in requests:
-            if taken is not None:  # all of them or none
-                request.sink.fail(ValueError(f"rid {taken!r} is the id of a request that has not ended yet"))
-                continue
             self._live[request.rid] = request
             try:
                 self.scheduler.add(request)
@@ -356,17 +376,20 @@ class Engine:
         self.counters.requests += 1
         self.counters.prompt_tokens += request.prompt_len
         self.counters.cached_tokens += request.cached_tokens or 0
-        sink, request.sink = request.sink, OVER  # they refer to each other
         try:
-            sink.end()
+            request.sink.end()
         except Exception as error:  # as in `_deliver`: its text cannot be completed, say
-            sink.fail(error)
+            _tell(request, error)
+        except BaseException as error:  # the end of this thread, which finds the request in `_live` no more
+            _tell(request, self._wrap(error))
+            raise
+        request.sink = OVER  # they refer to each other
 
     def _fail(self, request: Request, error: BaseException) -> None:
-        self._live.pop(request.rid, None)
+        if self._live.get(request.rid) is request:
+            del self._live[request.rid]
         request.ended = time.perf_counter()
-        sink, request.sink = request.sink, OVER
-        sink.fail(error)
+        _tell(request, error)
 
     def _recover(self, error: Exception) -> None:
         """A step failed: end what runs with its cause, forget what was computed, go on."""
@@ -389,7 +412,8 @@ class Engine:
             except queue.Empty:
                 break
             if action is not None:
-                action()
+                with contextlib.suppress(Exception):  # its own waiters were told
+                    action()
         for request in list(self._live.values()):
             self._fail(request, self._wrap(self._dead))
 
@@ -403,6 +427,15 @@ class Engine:
             failed = EngineError(f"the engine failed: {type(error).__name__}: {error}")
             failed.__cause__ = error
         return failed
+
+
+def _tell(request: Request, error: BaseException) -> None:
+    """Give the request's waiter the error; nothing that goes wrong in doing so may reach the others' requests."""
+    sink, request.sink = request.sink, OVER
+    try:
+        sink.fail(error)
+    except BaseException:
+        logging.getLogger("minisgl").exception("a callback of request %s failed", request.rid)
 
 
 def _is_stop(request: Request, token: int, outputs: int) -> bool:

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from . import gguf_header
 from .config import LlamaConfig, ModelError, RopeConfig
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -84,6 +85,7 @@ class GGUFFile:
 
         self.path = path
         try:
+            gguf_header.check(path)
             self._reader = GGUFReader(path)
             self._fields = {key: field.contents() for key, field in self._reader.fields.items()}
         except FileNotFoundError:
@@ -180,7 +182,8 @@ class GGUFFile:
             raise
         except Exception as error:  # the tokenizers library raises bare Exceptions
             raise ModelError(f"{self.path}: its tokenizer is broken: {error}") from error
-        tokenizer.save(str(folder / "tokenizer.json"))
+        # not `tokenizer.save`, which reports a full disk as a bare Exception
+        (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), "utf-8")
         config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,

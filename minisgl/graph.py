@@ -106,10 +106,9 @@ def _svg(nodes: list[Node], name: str) -> str:
     top = {node.id: _GAP_Y + rows[node.id] * (_HEIGHT + _GAP_Y) for node in nodes}
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="sans-serif" font-size="11">',
+        f'font-family="sans-serif" font-size="11" role="img" aria-label="{escape(name)}">',
         f"<title>{escape(name)}</title>",
-        '<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">'
-        '<path d="M0,0 L8,4 L0,8 z" fill="#667"/></marker></defs>',
+        f'<path d="M0 0H{width}V{height}H0z" fill="#fff"/>',  # its own paper: a dark notebook shows the same
     ]
     for node in nodes:
         for before, dash in [(node.previous, ""), *((i, ' stroke-dasharray="4 3"') for i in node.inputs)]:
@@ -118,8 +117,8 @@ def _svg(nodes: list[Node], name: str) -> str:
                 x2, y2 = left[node.id] + _WIDTH / 2, top[node.id]
                 middle = (y1 + y2) / 2
                 parts.append(
-                    f'<path d="M{x1:g},{y1} C{x1:g},{middle:g} {x2:g},{middle:g} {x2:g},{y2}" fill="none" '
-                    f'stroke="#667"{dash} marker-end="url(#tip)"/>'
+                    f'<path d="M{x1:g},{y1} C{x1:g},{middle:g} {x2:g},{middle:g} {x2:g},{y2 - 6}" fill="none" '
+                    f'stroke="#667"{dash}/><path d="M{x2 - 4:g},{y2 - 8}h8l-4,8z" fill="#667"/>'
                 )
     for node in nodes:
         color = _COLORS.get(node.kind, "#ffffff")

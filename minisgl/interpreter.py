@@ -283,7 +283,7 @@ class Executor(StateQueue):
             self.variables[name] = value
             if meta is not None:
                 self.meta[name] = meta
-            self.pending[name] -= 1
+            self.pending[name] = self.pending.get(name, 0) - 1  # none is left where the state has failed
             self.streams.setdefault(name, []).append((text, meta if isinstance(meta, dict) else {}))
             self.wake()
 

@@ -268,11 +268,15 @@ class Structure:
     def at(self, schema: Any) -> Located:
         return self.document.at(schema, self.base)
 
+    def prefix(self) -> list[Any]:
+        found = self.schema.get("prefixItems", [])
+        if not isinstance(found, list):
+            raise refuse("prefixItems", "must be a list")
+        return found
+
     def array(self) -> Values:
         """prefixItems and items together."""
-        prefix = self.schema.get("prefixItems", [])
-        if not isinstance(prefix, list):
-            raise refuse("prefixItems", "must be a list")
+        prefix = self.prefix()
         items = self.at(self.schema["items"]) if "items" in self.schema else None
         return [*all_but(Array), Array((ArrayRule(tuple(map(self.at, prefix)), items),))]
 
@@ -304,7 +308,7 @@ class Structure:
         if items is not True and items != {}:
             raise refuse("not", "of items is not supported")
         found: Values = []
-        for index, schema in enumerate(self.schema.get("prefixItems", [])):
+        for index, schema in enumerate(self.prefix()):
             fails = self.document.negation(self.at(schema))
             free = tuple(self.at(True) for _ in range(index))
             found.append(Array((ArrayRule((*free, fails)),), low=index + 1))

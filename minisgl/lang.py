@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from . import choices as _choices
@@ -81,9 +81,8 @@ def gen(
     _check_name(name)
     if choices is not None:
         return select(name, choices, temperature or 0.0, choices_method)
-    constraints = {"dtype": dtype, "regex": regex, "json_schema": json_schema, "ebnf": ebnf}
-    given = [key for key, value in constraints.items() if value is not None]
-    if len(given) > 1:
+    if (dtype is not None) + (regex is not None) + (json_schema is not None) + (ebnf is not None) > 1:
+        given = _given({"dtype": dtype, "regex": regex, "json_schema": json_schema, "ebnf": ebnf})
         raise ValueError(f"{' and '.join(given)}: at most one of dtype, regex, json_schema, ebnf may be set")
     params = {
         "max_new_tokens": max_tokens, "min_new_tokens": min_tokens, "n": n, "stop": stop,
@@ -96,7 +95,7 @@ def gen(
         "return_logprob": return_logprob, "logprob_start_len": logprob_start_len,
         "top_logprobs_num": top_logprobs_num, "return_text_in_logprobs": return_text_in_logprobs,
     }  # fmt: skip
-    return Gen(name, _given(params), _given(options), _check_dtype(dtype))
+    return Gen(name, _given(params), _given(options), None if dtype is None else _check_dtype(dtype))
 
 
 def gen_int(name: str | None = None, **params: Any) -> Expr:
@@ -257,6 +256,7 @@ class SglFunction:
         self.func, self.num_api_spec_tokens = f, num_api_spec_tokens
         self.bound = bound or {}
         self.signature = inspect.Signature(parameters[1:])
+        self._gathers = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters[1:])
         self.__name__ = getattr(f, "__name__", "program")
         self.__doc__ = f.__doc__
         self.__wrapped__ = f
@@ -358,7 +358,8 @@ class SglFunction:
         if more:
             raise TypeError(f"run_batch() got an unexpected argument {next(iter(more))!r}")
         backend = as_backend(backend)
-        calls = [self._batch_arguments(item) for item in batch_kwargs]
+        shapes: set[Any] = set()
+        calls = [self._batch_arguments(item, shapes) for item in batch_kwargs]
         threads = thread_count(num_threads, backend.parallelism, len(calls))
         if not calls:
             return iter(()) if generator_style else []
@@ -435,7 +436,7 @@ class SglFunction:
 
     def _common_arguments(self, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> dict[str, Any]:
         """Arguments that are equal in all calls: constants of this batch."""
-        first, *rest = [self.signature.bind(*args, **kwargs).arguments for args, kwargs in calls]
+        first, *rest = [self._by_name(args, kwargs) for args, kwargs in calls]
         same: dict[str, Any] = {}
         for name, value in first.items():
             try:
@@ -444,6 +445,11 @@ class SglFunction:
             except Exception:  # whatever == does on the user's types: then it is not a constant
                 continue
         return same
+
+    def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
+        if not args and not self._gathers:
+            return kwargs
+        return self.signature.bind(*args, **kwargs).arguments
 
     def _state(
         self,
@@ -483,10 +489,16 @@ class SglFunction:
             raise TypeError(f"{self.__name__}(): {error}") from None
         return args, kwargs
 
-    def _batch_arguments(self, item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if isinstance(item, dict):
-            return self._arguments((), item)
-        return self._arguments(tuple(item) if isinstance(item, (tuple, list)) else (item,), {})
+    def _batch_arguments(self, item: Any, shapes: set[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """shapes: numbers and names of arguments that were found to fit, since looking costs more than a generation."""
+        args: tuple[Any, ...] = ()
+        if not isinstance(item, dict):
+            args, item = tuple(item) if isinstance(item, (tuple, list)) else (item,), {}
+        shape = (len(args), *item)
+        if shape in shapes:
+            return args, {**self.bound, **item}
+        shapes.add(shape)
+        return self._arguments(args, item)
 
     def _more_params(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Sampling parameters that SGLang's `run` has not, taken out of kwargs; the function's own come first."""

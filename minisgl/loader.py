@@ -106,7 +106,11 @@ def load_model(
     """
     source = model if isinstance(model, ModelSource) else resolve_model(model, load_format, revision)
     device = torch.device(device)
-    llama = Llama(source.config, _dtype(dtype, source.config, device), device)
+    kind = _dtype(dtype, source.config, device)
+    try:
+        llama = Llama(source.config, kind, device)
+    except (ArithmeticError, MemoryError, RuntimeError) as error:  # torch's out of memory is a RuntimeError
+        raise ModelError(f"a model of the sizes in config.json cannot be made here: {error}") from error
     if source.dummy:
         llama.init_dummy(seed)
     elif source.gguf is not None:

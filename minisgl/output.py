@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -60,35 +61,42 @@ class Ending:
     called, so that a request and whoever watched it are freed as soon as nobody asks for them any more.
     """
 
-    __slots__ = ("_done", "error", "_callbacks")
-    _lock = threading.Lock()  # of all of them: it is never held for longer than an append
+    __slots__ = ("_callbacks", "_done", "error")
+
+    # No lock: what may be called from a finaliser, in the middle of anything, must not wait for one.  A list's append
+    # and pop are atomic, so each callback is taken by one thread, whether it came before the end or after it.
 
     def __init__(self) -> None:
         self._done = False
         self.error: BaseException | None = None
-        self._callbacks: list[Callable[[Ending], Any]] | None = None
+        self._callbacks: list[Callable[[Ending], Any]] = []
 
     def done(self) -> bool:
         return self._done
 
     def set(self, error: BaseException | None = None) -> None:
         """It has ended, with this failure or well; only the first call counts.  Callbacks run on this thread."""
-        with self._lock:
-            if self._done:
-                return
-            self._done, self.error = True, error
-            callbacks, self._callbacks = self._callbacks, None
-        for callback in callbacks or ():
-            callback(self)
+        if not self._done:
+            self.error = error
+            self._done = True
+            self._call()
 
     def add_done_callback(self, callback: Callable[[Ending], Any]) -> None:
-        """Call it with this object at the end, or now if that has been; it must not raise."""
-        with self._lock:
-            if not self._done:
-                self._callbacks = self._callbacks or []
-                self._callbacks.append(callback)
+        """Call it with this object at the end, or now if that has been.  What it raises is logged."""
+        self._callbacks.append(callback)
+        if self._done:
+            self._call()
+
+    def _call(self) -> None:
+        while self._callbacks:
+            try:
+                callback = self._callbacks.pop(0)
+            except IndexError:  # another thread has just taken the last one
                 return
-        callback(self)
+            try:
+                callback(self)
+            except BaseException:  # the others wait as well
+                logging.getLogger("minisgl").exception("a callback at the end of a request failed")
 
     def result(self, timeout: float | None = None) -> None:
         """Wait for the end; raises the failure.  TimeoutError after `timeout` seconds."""

@@ -364,6 +364,22 @@ class RadixTree:
         """Remove every unlocked node, leaves first, and return the slots freed."""
         return self.evict(self.evictable)
 
+    def reset(self) -> None:
+        """Forget everything, in whatever state an operation that failed half-way has left the books.
+
+        All locks are void and all slots the caller's. The log is told of unlocks and evictions as if in order.
+        """
+        if self.events is not None:
+            for node in reversed(list(self.nodes())):  # children before their parents
+                if node.lock_count:
+                    self.events.emit("unlock", node=node.id, lock_count=0, tokens=node.length)
+                above = self.root if node.parent is None else node.parent
+                self.events.emit("evict", node=node.id, parent=above.id, tokens=node.key, slots=node.slots)
+        self.root = Node(0, b"", np.empty(0, np.int32), None)
+        self.evictable = self.locked = self.num_nodes = 0
+        self.version += 1
+        self._heap = []
+
     def _remove(self, leaf: Node) -> None:
         parent = leaf.parent
         assert parent is not None

@@ -44,7 +44,6 @@ from .router_exchange import (
     Receive,
     Scope,
     Send,
-    disconnected,
     end_to_end,
     error_answer,
     exchange,
@@ -54,8 +53,8 @@ from .router_exchange import (
 from .router_key import Routing, routing
 from .router_metrics import RouterMetrics
 from .router_policy import Policy
-from .router_workers import Worker, Workers, normal_url
-from .server_http import KeyGuard
+from .router_workers import Worker, Workers, normal_url, our_own_lack
+from .server_http import KeyGuard, disconnected
 
 IDLE_CONNECTION = 3.0  # seconds an idle connection to a worker is kept: less than the 5 after which uvicorn closes it
 SMALL_BODY = 256 << 10  # bytes; what is larger is parsed on another thread, for it takes milliseconds
@@ -169,9 +168,12 @@ class Router:
             await send({"type": "websocket.close", "code": 1003})
             return
         try:
-            body = await read_body(receive, self.options.max_body)
+            body = await read_body(scope, receive, self.options.max_body)
             message = Message(scope, body or b"")
         except ConnectionError:
+            return
+        except TimeoutError:
+            await error_answer(408, "the request did not arrive in time")(scope, receive, send)
             return
         except ValueError as error:
             await error_answer(400, str(error))(scope, receive, send)
@@ -212,6 +214,8 @@ class Router:
                 refusal = error.answer
                 busy.add(worker.url)
                 continue
+            if isinstance(error, OutOfSockets):
+                return error_answer(503, "the router has no sockets left: try again later", {"Retry-After": "1"})
             self.metrics.failures.labels(worker.url).inc()
             if answer.begun:
                 await answer.fail(f"the worker failed while it answered ({error or type(error).__name__})")
@@ -260,6 +264,8 @@ class Router:
         except Busy as busy:
             return busy
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            if our_own_lack(error) and not answer.begun:
+                return OutOfSockets()
             self.workers.failed(worker, error)
             return error
         finally:
@@ -317,10 +323,12 @@ class Router:
     async def _to_all(self, request: Request) -> Response:
         """What concerns every worker goes to each; the worst answer is passed back."""
         try:
-            body = await read_body(request.receive, MAX_ORDER)
+            body = await read_body(request.scope, request.receive, MAX_ORDER)
             message = Message(request.scope, body or b"")
         except ConnectionError:
             return Response(status_code=499)  # nobody reads it
+        except TimeoutError:
+            return error_answer(408, "the request did not arrive in time")
         except ValueError as error:
             return error_answer(400, str(error))
         if body is None:
@@ -383,13 +391,17 @@ class Router:
         return None
 
 
+class OutOfSockets(Exception):
+    """The worker could not be asked, and the fault is ours."""
+
+
 async def _url_of(request: Request) -> str:
     """?url=... or {"url": ...}"""
     if (url := request.query_params.get("url")) is not None:
         return url
     try:
-        payload = json.loads(await read_body(request.receive, MAX_ORDER) or b"{}")
-    except (ValueError, RecursionError, ConnectionError):
+        payload = json.loads(await read_body(request.scope, request.receive, MAX_ORDER) or b"{}")
+    except (ValueError, RecursionError, ConnectionError, TimeoutError):
         payload = None
     url = payload.get("url") if isinstance(payload, dict) else None
     if not isinstance(url, str):

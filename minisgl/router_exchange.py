@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
@@ -19,6 +20,7 @@ import aiohttp
 from starlette.responses import JSONResponse, Response
 from yarl import URL
 
+from .server_http import Deadline
 from .server_jobs import ApiError
 
 Scope = MutableMapping[str, Any]
@@ -29,6 +31,9 @@ Head = list[tuple[bytes, bytes]]
 BUSY = (429, 503)  # a worker with a full queue, or one that is draining: others may take the request
 MAX_HELD_EVENT = 1 << 20  # bytes of an event that is not complete; what is longer is passed on in pieces
 NO_BODY = (204, 304)
+_TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+").fullmatch  # a header's name, and
+_TEXT = re.compile(rb"[^\x00-\x08\x0a-\x1f\x7f]*").fullmatch  # its value (RFC 9110, 5.6.2 and 5.5)
+READ_TIMEOUT = 60.0  # seconds in which a request's body must arrive
 WRITE_TIMEOUT = 120.0  # seconds in which a client takes nothing after which it is given up, as workers do
 
 # About one connection, not about the message (RFC 9110, 7.6.1), or set anew by each side.
@@ -47,6 +52,8 @@ async def exchange(session: aiohttp.ClientSession, base_url: str, message: Messa
         message.method, url, data=message.body or None, headers=message.headers, allow_redirects=False
     ) as reply:
         head = end_to_end(reply.raw_headers)
+        if not 200 <= reply.status < 600 or not all(_TOKEN(name) and _TEXT(value) for name, value in head):
+            raise aiohttp.ClientPayloadError(f"its answer is no HTTP: status {reply.status}")
         if reply.status in BUSY:
             raise Busy(await reply.read(), reply.status, head)
         if message.method == "HEAD" or reply.status in NO_BODY:
@@ -160,9 +167,19 @@ def end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> Head:
     return [(name, value) for name, value in headers if name.lower() not in drop]
 
 
-async def read_body(receive: Receive, limit: int) -> bytes | None:
-    """The request's body; None if it is longer than `limit`.  Raises ConnectionError if the client goes away."""
-    pieces, size = [], 0
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes | None:
+    """The request's body; None if it is longer than `limit` bytes, or says so.  Raises ConnectionError if the client
+    goes away, and TimeoutError if it takes longer than READ_TIMEOUT."""
+    said = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+    if said.isdigit() and int(said) > limit:
+        return None
+    with Deadline(READ_TIMEOUT):
+        return await _read(receive, limit)
+
+
+async def _read(receive: Receive, limit: int) -> bytes | None:
+    pieces: list[bytes] = []
+    size = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -173,12 +190,6 @@ async def read_body(receive: Receive, limit: int) -> bytes | None:
             return None
         if not message.get("more_body"):
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
-async def disconnected(receive: Receive) -> None:
-    """Returns when the client has gone away."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def raw_answer(body: bytes, status: int, head: Head) -> Response:

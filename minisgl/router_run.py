@@ -18,6 +18,7 @@ from collections.abc import Callable
 from .router_policy import POLICIES, CacheAware, Policy
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+FILES = 1 << 16  # that the router may have open, if the system lets it
 GRACE = 30  # seconds that requests in flight get to end after SIGTERM
 
 
@@ -54,6 +55,8 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     logging.getLogger("minisgl").setLevel(logging.INFO)
 
+    _raise_file_limit()
+
     def ready(url: str) -> None:
         up = len(router.workers.healthy())
         workers = f"{up} of {len(router.workers)} workers healthy"
@@ -62,6 +65,19 @@ def main(argv: list[str]) -> int:
     server = make_server(router.app, args.host, args.port, ready)
     server.run()
     return 0 if server.started else 1
+
+
+def _raise_file_limit() -> None:
+    """A request takes two sockets, and many systems begin with a limit of 1,024 files."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -106,7 +122,7 @@ def make_server(app, host: str, port: int, ready: Callable[[str], None]):
     """A uvicorn server that calls `ready` with its address once it takes requests."""
     import uvicorn
 
-    from .server_http import BoundedHeads
+    from .server_http import Connection
 
     class Server(uvicorn.Server):
         async def startup(self, sockets=None) -> None:
@@ -118,7 +134,7 @@ def make_server(app, host: str, port: int, ready: Callable[[str], None]):
 
     # the workers' answers bring their own Date and Server
     config = uvicorn.Config(
-        app, host, port, http=BoundedHeads, log_config=None, access_log=False, server_header=False, date_header=False,
+        app, host, port, http=Connection, log_config=None, access_log=False, server_header=False, date_header=False,
         timeout_graceful_shutdown=GRACE, lifespan="on", ws="none",
     )  # fmt: skip
     return Server(config)

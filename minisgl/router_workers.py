@@ -14,7 +14,7 @@ fails.  A connection that breaks says little (a server may close an idle one at 
 nothing but that probe.  A worker that says itself that it is not well, or takes no new connections, may be draining: it
 gets nothing new and may end what it has (of a process that died, the open connections break by themselves).  One that
 says nothing hangs, and gives no other sign: the requests that wait for it are cancelled here, and tried elsewhere by
-those who sent them.
+those who sent them.  That we have no sockets left to ask with says nothing about any worker.
 
 The probe also asks `/get_server_info` for the state of the cache (see CacheReport): a worker that does not know the
 question is none the worse for it.
@@ -24,7 +24,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -36,6 +38,7 @@ from .router_policy import CacheReport, Policy
 logger = logging.getLogger(__name__)
 
 FAILURES = 2  # probes in a row without an answer
+_LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 
 
 class Worker:
@@ -115,6 +118,7 @@ class Workers:
         self._interval, self._headers = health_interval, headers
         self._timeout = aiohttp.ClientTimeout(total=health_timeout)
         self._all: dict[str, Worker] = {}
+        self._closed = False
         self._watchers: set[asyncio.Task[None]] = set()  # also of removed workers that still have something to end
 
     def __iter__(self) -> Iterator[Worker]:
@@ -159,19 +163,23 @@ class Workers:
         worker.suspect()
 
     async def close(self) -> None:
+        # A watcher may not hear that it was cancelled: asyncio.wait_for (before Python 3.12) and aiohttp's timers lose
+        # a cancellation that comes together with a result or their own end.
+        self._closed = True
         watchers = list(self._watchers)
         for watcher in watchers:
             watcher.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
 
     async def _watch(self, worker: Worker) -> None:
-        while worker.exchanges or self._all.get(worker.url) is worker:
+        while not self._closed and (worker.exchanges or self._all.get(worker.url) is worker):
             try:
                 await self._probe(worker)
             except Exception:  # a defect: it may not end the watch
                 logger.exception("probing %s failed", worker.url)
             worker.probed.set()
-            await worker.wait(self._interval)
+            if not self._closed:
+                await worker.wait(self._interval)
 
     async def _probe(self, worker: Worker) -> None:
         try:
@@ -188,7 +196,9 @@ class Workers:
                 self._changed(worker)
             worker.up()
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-            if _refused(error):
+            if our_own_lack(error):
+                logger.warning("cannot probe %s: %s", worker.url, error)
+            elif _refused(error):
                 self._take_down(worker, error)
             elif worker.count_failure() >= FAILURES:
                 self._take_down(worker, error)
@@ -229,6 +239,20 @@ class Workers:
 
 def _refused(error: BaseException) -> bool:
     return isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError)
+
+
+def our_own_lack(error: BaseException) -> bool:
+    """Whether a connection failed because this process has no sockets (files, ports, memory) for it."""
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    if isinstance(cause, OSError) and cause.errno in _LACKS:
+        return True
+    if not isinstance(cause, socket.gaierror):
+        return False
+    try:  # looking up a name needs a socket as well, and does not say so
+        socket.socket().close()
+    except OSError:
+        return True
+    return False
 
 
 def normal_url(url: str) -> str:

@@ -30,7 +30,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from . import sizing
+from . import forking, sizing
 from .checks import check_choice, check_count, check_flag, check_int, check_switch
 from .constraint import Guide
 from .engine import Counters, Engine
@@ -81,8 +81,8 @@ class Runtime:
     tokenizer             instead of the model's own
     chat_template         a Jinja template instead of the model's own (its text)
 
-    Raises ValueError, naming the parameter, for anything out of range, and ModelError for a model that cannot be
-    loaded.  Nothing is left allocated when construction fails.
+    Raises ValueError, naming the parameter, for anything out of range, ModelError for a model that cannot be loaded,
+    and RuntimeError in a fork of a process that had a Runtime.  Nothing is left allocated when construction fails.
     """
 
     def __init__(
@@ -112,6 +112,7 @@ class Runtime:
         tokenizer: BaseTokenizer | None = None,
         chat_template: str | None = None,
     ):
+        forking.check("a new Runtime")
         check_choice("schedule_policy", schedule_policy, POLICIES)
         check_choice("grammar_backend", grammar_backend, BACKENDS)
         check_choice("eviction", eviction, sizing.EVICTIONS)

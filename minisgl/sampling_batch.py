@@ -185,8 +185,9 @@ class PenaltyState:
         """Starts `row` for a request that has a penalty; it may have output already (after a retraction)."""
         if not self.allocated:
             shape = (self.max_rows, self.vocab_size)
-            self.counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
-            self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.device)
+            counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
+            in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.device)
+            self.counts, self.in_prompt = counts, in_prompt  # both or, if memory runs out, neither
         sent = _to_device(self.device, np.int64, prompt=prompt_ids, output=output_ids)
         ones = torch.ones_like(sent["output"], dtype=torch.int32)
         self.counts[row].zero_().scatter_add_(0, sent["output"], ones)

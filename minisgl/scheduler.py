@@ -537,10 +537,7 @@ class Scheduler:
             request.status, request.finish_reason = Status.FINISHED, {"type": "abort", "message": message}
             self._emit("finish", rid=request.rid, reason="abort", tokens=len(request.tokens))
         self.running, self.waiting, self.uncommitted = [], [], 0
-        for node in reversed(list(self.tree.nodes())):  # children before their parents
-            while node.lock_count:
-                self.tree.unlock(node)
-        self.tree.flush()
+        self.tree.reset()
         self.allocator.reset()
         self.table.reset()
         return ended

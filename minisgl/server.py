@@ -40,7 +40,7 @@ except ImportError as error:
 
 from . import __version__, server_native, server_openai
 from .metrics import Metrics
-from .server_http import BoundedHeads, KeyGuard, Reply, Routes
+from .server_http import Connection, KeyGuard, Reply, Routes
 from .server_jobs import Limits, Service
 from .server_schemas import openapi
 
@@ -197,7 +197,7 @@ class Server:
         metrics = Metrics(self.runtime, self.model_names[0])
         service = Service(self.runtime, self.model_names, replace(self.limits), metrics)
         config = uvicorn.Config(
-            make_app(service, self._api_key), http=BoundedHeads, log_config=None, access_log=False, lifespan="off",
+            make_app(service, self._api_key), http=Connection, log_config=None, access_log=False, lifespan="off",
             ws="none", server_header=False, proxy_headers=False, timeout_keep_alive=KEEP_ALIVE, backlog=2048,
         )  # fmt: skip
         server = _Uvicorn(config, self._ready)

@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import math
+import secrets
 import threading
 import time
 from collections import deque
@@ -53,6 +54,8 @@ _PARAMETERS = {f.name for f in fields(SamplingParams)} | {
 LEAST = -9999.0  # what a log-probability of minus infinity is written as, which JSON has not
 SHARE = 0.2  # of the interpreter's time that rounds of writing may take
 LONGEST_PAUSE = 0.25  # seconds between two rounds
+OWN_RIDS = "minisgl-"  # how the ids begin that a Runtime makes
+MAX_RID = 256  # characters
 QUICK_BODY = 4096  # bytes of a body that is tokenised on the loop: well under a millisecond
 
 
@@ -201,7 +204,8 @@ class Listener:
 
     def __init__(self, bell: Doorbell):
         self.bell, self.rung = bell, False
-        self._event = asyncio.Event()
+        self._news = False
+        self._waiter: asyncio.Future[None] | None = None  # an asyncio.Event does this for many, at twice the price
 
     def ring(self) -> None:
         self.bell.ring(self)
@@ -210,12 +214,15 @@ class Listener:
         self.bell.ring_last(self)
 
     def wake(self) -> None:
-        self.rung = False
-        self._event.set()
+        self.rung, self._news = False, True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        await self._event.wait()
-        self._event.clear()
+        if not self._news:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._news = False
 
 
 class Tail:
@@ -381,6 +388,17 @@ class Service:
         """Run what takes a while on a worker thread."""
         pool = self._grammars if grammar else self._plain
         return await asyncio.get_running_loop().run_in_executor(pool, function)
+
+    def rid(self, given: str | None) -> str:
+        """The name of a request: what the client gave, or one that nobody can guess, since who knows it may abort it.
+
+        Raises ApiError for one that could be an id that the engine makes itself, for a caller in this process."""
+        if given is None:
+            return secrets.token_hex(12)
+        if given.startswith(OWN_RIDS) or not 1 <= len(given) <= MAX_RID:
+            message = f"rid must have 1 to {MAX_RID} characters and not begin with {OWN_RIDS!r}"
+            raise ApiError(400, message, param="rid")
+        return given
 
     def check_open(self) -> None:
         if self.draining or not self.runtime.engine.alive:

@@ -51,13 +51,17 @@ async def generate(service: Service, request: Request) -> Response:
         if not any(isinstance(value, list) for value in (body.rid, *listed.values())):
             own: Any = params[0] if single else params
             options = {k: _or(v, _LISTED[k]) for k, v in listed.items()}
-            return _prepare(service, body, {name: given}, own, options, body.rid)
-        rids = _each(body.rid, len(prompts), "rid")
+            return _prepare(service, body, {name: given}, own, options, service.rid(body.rid))  # type: ignore[arg-type]
+        rids = [service.rid(rid) for rid in _each(body.rid, len(prompts), "rid")]
         rows = {k: _each(_or(v, _LISTED[k]), len(prompts), k) for k, v in listed.items()}
-        return [
+        sinks = [
             sink for i, prompt in enumerate(prompts)
             for sink in _prepare(service, body, {name: prompt}, params[i], {k: v[i] for k, v in rows.items()}, rids[i])
         ]  # fmt: skip
+        if isinstance(body.rid, str) and len(sinks) > 1:  # one for all names the group
+            for i, sink in enumerate(sinks):
+                sink.request.rid = f"{body.rid}-{i}"
+        return sinks
 
     count = sum(p.n for p in params)
     where = Where.of(size, grammar=any(p.grammar is not None for p in params))
@@ -99,7 +103,7 @@ def _params(service: Service, given: dict[str, Any] | None) -> SamplingParams:
 
 def _prepare(
     service: Service, body: GenerateRequest, prompts: dict[str, Any], params: Any, options: dict[str, Any],
-    rid: Any,
+    rid: str,
 ) -> list[Sink]:  # fmt: skip
     return service.runtime.prepare(
         prompts.get("prompt"), params, prompts.get("input_ids"), None, options["return_logprob"],
@@ -146,7 +150,7 @@ async def abort_request(service: Service, request: Request) -> Response:
     if body.abort_all:
         service.abort_all()
     elif body.rid:
-        service.runtime.abort(body.rid)
+        service.runtime.abort(service.rid(body.rid))
     else:
         raise ApiError(400, "rid is missing (or abort_all)", param="rid")
     return Reply({"success": True})

@@ -12,8 +12,8 @@ null in the others then; log-probabilities of minus infinity are written as -999
 
 from __future__ import annotations
 
+import secrets
 import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -196,7 +196,7 @@ class Envelope:
     include_usage: bool = False
 
     def __post_init__(self) -> None:
-        self.base = {"id": self.format.prefix + uuid.uuid4().hex, "created": int(time.time()), "model": self.model,
+        self.base = {"id": self.format.prefix + secrets.token_hex(16), "created": int(time.time()), "model": self.model,
                      "system_fingerprint": f"minisgl-{__version__}"}  # fmt: skip
 
     @cached_property
@@ -289,8 +289,8 @@ def include_usage(body: Sampling) -> bool:
 def prepare(
     service: Service, body: Sampling, ids: Any, params: dict[str, Any], scored: bool, start: int, top: int
 ) -> list[Sink]:
-    own = cached_params(params)
-    sinks, _ = service.runtime.prepare(None, own, ids, None, scored, start, top, False, body.priority or 0, body.rid)
+    own, rid = cached_params(params), service.rid(body.rid)
+    sinks, _ = service.runtime.prepare(None, own, ids, None, scored, start, top, False, body.priority or 0, rid)
     return sinks
 
 

@@ -183,7 +183,7 @@ class Turn:
     choice: str | NamedTool
     parallel: bool
     priority: int
-    rid: str | None
+    rid: str
     written: str = ""  # by the assistant, so far
     reason: str = "stop"
     calls: int = 0
@@ -325,7 +325,7 @@ async def _turns(
     service: Service, body: ChatRequest, params: dict[str, Any], held: AsyncExitStack
 ) -> list[Turn]:
     """Check as much as can be checked before a stream begins, and take seats in the queue until `held` is closed."""
-    runtime, n = service.runtime, params.pop("n")
+    runtime, n, name = service.runtime, params.pop("n"), service.rid(body.rid)
     choice = "auto" if body.tool_choice is None else body.tool_choice
     service.check_open()
     service.admission.take(n)
@@ -347,7 +347,7 @@ async def _turns(
     turns = []
     for i in range(n):
         own = params if params.get("seed") is None else {**params, "seed": params["seed"] + i}
-        rid = body.rid if body.rid is None or n == 1 else f"{body.rid}-{i}"
+        rid = name if n == 1 else f"{name}-{i}"
         turns.append(Turn(service, i, ids, own, list(body.tools or ()), choice, body.parallel_tool_calls is not False,
                           body.priority or 0, rid))  # fmt: skip
     return turns

@@ -34,6 +34,9 @@ class ProgramState:
     # ---- writing -------------------------------------------------------------------------------------------------
 
     def __iadd__(self, other: Any) -> ProgramState:
+        if isinstance(other, str):
+            self._executor.append((Text(other),))
+            return self
         items: list[Expr] = []
         for item in as_expr(other).flatten():
             if isinstance(item, Join):

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,7 +31,7 @@ from typing import Any
 from weakref import WeakSet
 
 from .backends.base import Job, WorkerPool
-from .ir import Expr, Gen, Select, VarBegin
+from .ir import Expr, Gen, Select, Text, VarBegin
 
 POLL = None if os.name == "posix" else 0.2  # elsewhere Ctrl-C cannot interrupt a wait without a timeout
 Chunk = tuple[str, dict[str, Any]]
@@ -124,7 +124,7 @@ class StateQueue:
         self.listeners: set[Callable[[], None]] = set()
         self.variables: dict[str, Any] = {}
         self.meta: dict[str, Any] = {}
-        self.pending: Counter[str] = Counter()  # values that the queue will still give a name
+        self.pending: dict[str, int] = {}  # values that the queue will still give a name
         self.streams: dict[str, list[Chunk]] = {}
         self.shown: list[str] = []
         self._traceback: Any = None
@@ -140,7 +140,8 @@ class StateQueue:
         with self.lock:
             if self.error is not None:
                 return  # whoever waits for this state is told
-            self.queue.extend(self._declare(item) for item in items)
+            for item in items:
+                self.queue.append(item if isinstance(item, Text) else self._declare(item))
             runnable = not self.busy and bool(self.queue)
             self.busy = self.busy or runnable
         if runnable:
@@ -154,12 +155,15 @@ class StateQueue:
             if item.name is None:
                 self._unnamed += 1
                 item = replace(item, name=f"_unnamed_{self._unnamed}")
-            self.pending[item.name] += 1  # type: ignore[index]
+            self._expect(item.name)  # type: ignore[arg-type]
             if isinstance(item, Gen) and item.reasoning:
-                self.pending[f"{item.name}_reasoning_content"] += 1
+                self._expect(f"{item.name}_reasoning_content")
         elif isinstance(item, VarBegin):
-            self.pending[item.name] += 1
+            self._expect(item.name)
         return item
+
+    def _expect(self, name: str) -> None:
+        self.pending[name] = self.pending.get(name, 0) + 1
 
     def advance(self) -> None:
         """Run the queue until it is empty, has failed, or waits for the backend.  For the holder of `busy` only."""
@@ -235,11 +239,11 @@ class StateQueue:
         self.raise_error()
 
     def has(self, name: str) -> bool:
-        return name in self.variables or self.pending[name] > 0
+        return name in self.variables or self.pending.get(name, 0) > 0
 
     def settled(self, name: str) -> bool:
         """Nothing more is coming for this name."""
-        if not self.started or self.pending[name] > 0:
+        if not self.started or self.pending.get(name, 0) > 0:
             return False
         return name in self.variables or not self.program.more_may_come
 

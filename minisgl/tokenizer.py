@@ -31,12 +31,15 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from .chat_template import ChatTemplate, ChatTemplateError, find_source
+from .config import token_ids
 from .detokenizer import Detokenizer, TextRule
+from .messages import one_line
 
 __all__ = ["BaseTokenizer", "ByteTokenizer", "ChatTemplateError", "Tokenizer"]
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _CONVERTIBLE = ("tokenizer.model", "tekken.json", "vocab.json", "spiece.model", "sentencepiece.bpe.model")
+_MAX_VOCAB = 1 << 24
 _NO_TEMPLATE = (
     "this model has no chat template: pass one as chat_template=..., "
     "or send a text prompt (generate(prompt=...), /v1/completions) instead of messages"
@@ -164,6 +167,17 @@ class Tokenizer(BaseTokenizer):
 
     def __init__(self, folder: str | Path, *, chat_template: str | Mapping | Sequence | None = None):
         self.folder = Path(folder)
+        try:
+            self._read(chat_template)
+        except (OSError, ValueError):
+            raise
+        except BaseException as error:  # a Rust panic is no Exception, but only named so
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+                what = one_line(f"{type(error).__name__}: {error}")
+                raise ValueError(f"{self.folder}: its tokenizer files are broken: {what}") from error
+            raise
+
+    def _read(self, chat_template: str | Mapping | Sequence | None) -> None:
         config = _read_json(self.folder / "special_tokens_map.json") | _read_json(
             self.folder / "tokenizer_config.json"
         )
@@ -332,16 +346,20 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     return data if isinstance(data, dict) else {}
 
 
 def _load_backend(path: Path) -> Backend:
     try:
-        return Backend.from_file(str(path))
+        backend = Backend.from_file(str(path))
     except Exception as error:  # the library raises bare Exceptions
-        raise ValueError(f"{path} is not a tokenizer that this version can read: {error}") from None
+        raise ValueError(one_line(f"{path} is not a tokenizer that this version can read: {error}")) from None
+    last = max(backend.get_vocab().values(), default=0)
+    if last >= _MAX_VOCAB:  # tables have a row for every id up to it
+        raise ValueError(f"{path} has the token id {last}, at most {_MAX_VOCAB - 1} can be")
+    return backend
 
 
 def _convert(folder: Path) -> tuple[Backend, dict[str, Any]]:
@@ -395,7 +413,7 @@ def _stop_ids(folder: Path) -> set[int]:
     for name in ("generation_config.json", "config.json"):
         found = _read_json(folder / name).get("eos_token_id")
         if found is not None:
-            return {int(i) for i in (found if isinstance(found, list) else [found])}
+            return set(token_ids(found))
     return set()
 
 

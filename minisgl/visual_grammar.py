@@ -162,16 +162,17 @@ def _automaton(grammar: Grammar, arrows: list[Edge], at: Moment, partial: bool) 
     left_out = len(ascii_) < len(arrows)
     arrows = _reached(ascii_, first)
     place, column, width, height = _places(arrows, first)
-    parts = [_arrow(edge, place, column[edge.target] - column[edge.source], edge.source == current) for edge in arrows]
+    drawn = [_arrow(edge, place, column[edge.target] - column[edge.source], edge.source == current) for edge in arrows]
+    parts = [line for line, _ in drawn] + [label for _, label in drawn]  # no line crosses a label
     for state, (x, y) in place.items():
         parts.append(_state(state, x, y, state == current, bool(grammar.automaton.accepting[state])))
     notes = []
     inside = _inside(grammar, at.accepted)
     if at.state not in place and inside in place:
         x, y = place[inside]
-        ring = f'fill="none" {stroke("hit")} stroke-width="2"'
+        ring = f'fill="none" {stroke("hit")} stroke-width="2" stroke-dasharray="4 3"'  # two full ones mean an end
         parts.append(f'<circle cx="{x:.0f}" cy="{y:.0f}" r="{RADIUS + 4}" {ring}/>')
-        notes.append("the text is inside the forced run that begins at the ringed state")
+        notes.append("the text is inside the forced run that begins at the state with the dashed ring")
     if left_out:
         notes.append("bytes of characters outside ASCII are left out")
     for note in notes:
@@ -266,7 +267,8 @@ def _inside(grammar: Grammar, accepted: bytes) -> int:
     return state
 
 
-def _arrow(edge: Edge, place: dict[int, tuple[float, float]], columns: int, now: bool) -> str:
+def _arrow(edge: Edge, place: dict[int, tuple[float, float]], columns: int, now: bool) -> tuple[str, str]:
+    """(line and head, label) of an edge."""
     (x1, y1), (x2, y2) = place[edge.source], place[edge.target]
     colour, wide = ("evicted", 2.4) if edge.forced else ("hit", 2.0) if now else ("line", 1.3)
     r = RADIUS
@@ -293,10 +295,10 @@ def _arrow(edge: Edge, place: dict[int, tuple[float, float]], columns: int, now:
     head = f"M{x:.1f} {y:.1f}L{left[0]:.1f} {left[1]:.1f}L{right[0]:.1f} {right[1]:.1f}z"
     weight = ' font-weight="700"' if edge.forced else ""
     return (
-        f'<path d="{path}" fill="none" {stroke(colour)} stroke-width="{wide}"/><path d="{head}" {fill(colour)}/>'
+        f'<path d="{path}" fill="none" {stroke(colour)} stroke-width="{wide}"/><path d="{head}" {fill(colour)}/>',
         f'<text x="{at[0]:.0f}" y="{at[1]:.0f}" {FONT} font-size="10.5" text-anchor="middle" '
         f'{both("ink", "paper")} stroke-width="3" style="paint-order:stroke"{weight}>'
-        f"{_escape(edge.label)}</text>"
+        f"{_escape(edge.label)}</text>",
     )
 
 
@@ -348,5 +350,5 @@ def _legend(x: float, y: float) -> str:
         circle(x + 7, 6, both("hit-tint", "hit") + ' stroke-width="2.4"') + circle(x + 7, 2, fill("hit"))
         + word(x + 20, "now") + circle(x + 65, 6, ring) + circle(x + 65, 3, ring) + word(x + 78, "the text may end")
         + f'<path d="M{x + 184} {y - 4}h24" {stroke("evicted")} stroke-width="2.4"/>'
-        + word(x + 214, "forced: no choice")
+        + word(x + 214, "forced: no choice") + word(x + 326, "␣ and ·  a space")
     )  # fmt: skip

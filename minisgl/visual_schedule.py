@@ -1,6 +1,6 @@
 """What ran when: one column a step, one row a request, and above them what host and device did.
 
-    host      [form 0][commit][form 1]....wait....[commit 0]         of each step: form, launch, wait, commit
+    host      [form 0][launch][form 1]....wait....[commit 0]         of each step: form, launch, wait, commit
     device            [   step 0    ][    step 1     ]
     -----------------------------------------------------
     p-0       ........[ 120 prompt  ][d][d][d]|                      waiting, prefill chunks, decodes, the end
@@ -192,7 +192,10 @@ def schedule_picture(schedule: Schedule, width: int, steps: tuple[int, int], max
         y += 18
     if axis:
         parts += [text(x(place) - 5, y + 4, "≈", size=12, colour="muted") for place in axis.breaks]
-    parts.append(_legend(14, y + 24, bool(axis)))
+    if axis:
+        parts.append(_host_legend(14, y + 24, any(step.on_device[1] > step.queued for step in shown)))
+        y += 20
+    parts.append(_request_legend(14, y + 24))
     words = "; ".join(map(_words, shown[:40])) or "No step has been formed."
     return document(width, y + 38, title, words, "".join(parts))
 
@@ -206,6 +209,14 @@ def _busy(steps: Sequence[StepSpan], axis: TimeAxis) -> float:
     return sum(s.on_device[1] - s.on_device[0] for s in steps) / axis.length if axis.length else 0.0
 
 
+# what the host does: colours, place in the lane and height, so that the three are told apart without colour as well
+_HOST = {
+    "form": (("split-tint", "split"), 0, 7),
+    "launch": (("hit-tint", "hit"), 0, 14),
+    "commit": (("new-tint", "new"), 7, 7),
+}
+
+
 def _lanes(steps: Sequence[StepSpan], spans: list[tuple[float, float]], axis: TimeAxis, x, y: float) -> str:
     """The host's and the device's lane."""
     parts = [text(14, y + 13, "host", size=11), text(14, y + 37, "device", size=11)]
@@ -216,7 +227,6 @@ def _lanes(steps: Sequence[StepSpan], spans: list[tuple[float, float]], axis: Ti
             host.append(("launch", step.launched, step.queued))
             host.append(("wait", step.asked, step.arrived))
         host.append(("commit", step.arrived, step.committed))
-    looks = {"form": ("split-tint", "split"), "launch": ("hit-tint", "hit"), "commit": ("new-tint", "new")}
     for kind, begin, end in host:
         x0, x1 = x(axis(begin)), x(axis(end))
         label = f"{kind}: {(end - begin) * 1e3:.2f} ms"
@@ -224,7 +234,8 @@ def _lanes(steps: Sequence[StepSpan], spans: list[tuple[float, float]], axis: Ti
             dash = f'{stroke("line")} stroke-width="1.5" stroke-dasharray="2 2"'
             parts.append(f'<path d="M{x0:.1f} {y + 9}H{x1:.1f}" {dash}><title>{label}</title></path>')
         else:
-            parts.append(_block(x0, x1, y + 2, 14, looks[kind], f'data-lane="{kind}"', label))
+            look, shift, height = _HOST[kind]
+            parts.append(_block(x0, x1, y + 2 + shift, height, look, f'data-lane="{kind}"', label))
     for step, (x0, x1) in zip(steps, spans):
         tokens = sum(n for _, n in step.work.values())
         label = f"step {step.number}: {tokens} tokens, {(step.on_device[1] - step.on_device[0]) * 1e3:.2f} ms"
@@ -284,20 +295,36 @@ def rid_attribute(rid: str) -> str:
     return cut(rid, 40).replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
 
 
-def _legend(x: float, y: float, timed: bool) -> str:
-    looks = [("new-tint", "new", "prefill (tokens)", 14), ("tree", "hit", "decode", 8)]
-    if timed:
-        looks += [("split-tint", "split", "form the batch", 12), ("new-tint", "new", "commit", 12)]
-    parts = []
+def _host_legend(x: float, y: float, queued: bool) -> str:
+    """What the host's blocks mean.  queued: with launches and waits, which only a device that is queued for has."""
+    entries = [("form", "forms a batch (above)"), ("launch", "launches"), ("commit", "takes in results (below)")]
+    parts = [text(x, y, "host", size=10, colour="muted")]
+    x += 54
+    for kind, content in entries:
+        if kind != "launch" or queued:
+            look, shift, height = _HOST[kind]
+            parts.append(_block(x, x + 16, y - 11 + shift, height, look, "", content))
+            parts.append(text(x + 22, y, content, size=10, colour="muted"))
+            x += 40 + len(content) * 5.4
+    if queued:
+        parts.append(f'<path d="M{x} {y - 4}h16" {stroke("line")} stroke-width="1.5" stroke-dasharray="2 2"/>')
+        parts.append(text(x + 22, y, "waits", size=10, colour="muted"))
+    return "".join(parts)
+
+
+def _request_legend(x: float, y: float) -> str:
+    parts = [text(x, y, "requests", size=10, colour="muted")]
+    x += 54
 
     def word(content: str, shift: float) -> None:
         nonlocal x
         parts.append(text(x + shift, y, content, size=10, colour="muted"))
         x += shift + 18 + len(content) * 5.4
 
-    for tint, border, content, height in looks:
-        parts.append(_block(x, x + 16, y - 4 - height / 2, height, (tint, border), "", content))
-        word(content, 22)
+    parts.append(_block(x, x + 16, y - 11, 14, ("new-tint", "new"), "", "prefill"))
+    word("prefill (tokens)", 22)
+    parts.append(_block(x, x + 16, y - 8, 8, ("tree", "hit"), "", "decode"))
+    word("decode", 22)
     dots = f'{stroke("line")} stroke-width="1.4" stroke-dasharray="1 4" stroke-linecap="round"'
     parts.append(f'<path d="M{x} {y - 4}h16" {dots}/>')
     word("waiting", 22)

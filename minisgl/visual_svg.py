@@ -30,15 +30,15 @@ PILL = 24  # height of a pill
 
 
 def document(width: float, height: float, title: str, description: str, body: str) -> str:
-    """A whole SVG file around `body`, with the background, the patterns and the text alternative."""
+    """A whole SVG file around `body`, with the background and the text alternative.
+
+    It has no ids, and its style names only `mv-` classes, the same in each: any number of them can stand in one page.
+    """
     w, h = f"{width:.0f}", f"{height:.0f}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {w} {h}" width="{w}" height="{h}" role="img" '
         f'aria-label="{escape(title, True)}" style="max-width:100%;height:auto">'
         f"<title>{escape(clean(title))}</title><desc>{escape(clean(description))}</desc>{svg_style()}"
-        '<defs><pattern id="mv-hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
-        f'patternTransform="rotate(45)"><path d="M0 0V6" {stroke("evicted")} stroke-width="1.2" '
-        'stroke-opacity="0.35"/></pattern></defs>'
         f'<rect width="{w}" height="{h}" rx="8" {fill("paper")}/>{body}</svg>'
     )
 
@@ -140,7 +140,7 @@ def _node(box: Box, mark: str, label: str, row: float) -> str:
     ]
     if mark == "evicted":
         parts.append(
-            f'<rect x="{x:.1f}" y="{y - PILL / 2:.1f}" width="{w:.1f}" height="{PILL}" rx="6" fill="url(#mv-hatch)"/>'
+            f'<path d="{_hatching(x, y, w)}" fill="none" {stroke("evicted")} stroke-width="1.1" stroke-opacity="0.35"/>'
         )
     if mark:
         parts.append(text(x + 7, y + 4, GLYPHS[mark], size=13, extra='font-weight="700"'))
@@ -161,6 +161,15 @@ def _node(box: Box, mark: str, label: str, row: float) -> str:
         parts.append(text(x + 2, y + PILL / 2 + 10.5, below, size=9.5, colour="muted"))
     parts.append("</g>")
     return "".join(parts)
+
+
+def _hatching(x: float, y: float, width: float) -> str:
+    """Slanted lines inside a pill (a path, not a pattern: that would need an id)."""
+    path, top, height = [], y - PILL / 2 + 1, PILL - 2
+    for left in range(int(5 - height), int(width), 8):
+        x0, x1 = max(left, 1), min(left + height, width - 1)  # along left + height - (y - top), cut off at the sides
+        path.append(f"M{x + x0:.1f} {top + height - (x0 - left):.1f}L{x + x1:.1f} {top + height - (x1 - left):.1f}")
+    return "".join(path)
 
 
 def lock(x: float, y: float) -> str:

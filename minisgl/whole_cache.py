@@ -55,6 +55,10 @@ class WholeCache(RadixTree):
             path.pop()
         return path
 
+    def reset(self) -> None:
+        super().reset()
+        self._whole.clear()
+
     def _remove(self, leaf: Node) -> None:
         self._whole.discard(leaf.id)
         super()._remove(leaf)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,6 +95,17 @@ def limit_memory(more: int = MEMORY) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (now + more, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
+def show(error: BaseException) -> None:
+    """Each distinct failure with the input and the places that it came from."""
+    for inner in getattr(error, "exceptions", ()):
+        show(inner)
+    if not hasattr(error, "exceptions"):
+        print(f"{type(error).__name__}: {error}"[:1000])
+        print("\n".join(note[:2000] for note in getattr(error, "__notes__", ())))
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if "hypothesis" not in f.filename]
+        print("".join(f"    {frame.filename}:{frame.lineno} {frame.line}\n" for frame in frames[-6:]))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Hostile input, at length.")
     parser.add_argument("--target", action="append", help="a target of --list, or several; all without")
@@ -120,12 +132,8 @@ def main() -> int:
             if isinstance(error, KeyboardInterrupt):
                 raise
             failed = True
-            print(f"{target.name}: seed {number}: {error!r}"[:2000])
-            for note in getattr(error, "__notes__", ()):
-                print(note[:3000])
-            import traceback
-
-            traceback.print_tb(error.__traceback__, limit=-6)
+            print(f"{target.name}: seed {number}")
+            show(error)
         print(f"{target.name}: {sum(results.values())} inputs, {dict(results)}", flush=True)
     return int(failed)
 

@@ -4,6 +4,8 @@
     python -m tests.parity --quick          a small slice of it
     python -m tests.parity --pairs          combinations that cover every pair of switch values, instead of all
     python -m tests.parity --shard 0/4      every fourth combination, to share the work between processes
+    python -m tests.parity --first 30       from the 31st combination on, to go on with a run that was cut
+    python -m tests.parity --reference F    keep what Hugging Face generated in file F, or take it from there
 
 A difference is forgiven only where it is none: if the reference's two best logits at the first differing position are
 closer than float32 sums in another order can resolve (`TIE`), and then it is counted and printed.
@@ -13,8 +15,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -145,6 +149,9 @@ def main() -> None:
     parser.add_argument("--hf-batch", type=int, default=1)
     parser.add_argument("--pairs", action="store_true")
     parser.add_argument("--shard", default="0/1")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--running", type=int, default=None, help="max_running_requests: fewer graphs to record")
+    parser.add_argument("--reference", type=Path, default=None)
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     if args.quick:
@@ -154,14 +161,21 @@ def main() -> None:
     source = resolve_model(args.model)
     prompts = make_prompts(args.prompts, args.longest, source.config.vocab_size)
     begin = time.time()
-    reference = hf_reference(source.folder, prompts, args.new, args.device, args.hf_batch)
+    if args.reference is not None and args.reference.exists():
+        reference = Reference(**json.loads(args.reference.read_text()))
+        assert reference.prompts == prompts, f"{args.reference} is of other prompts"
+    else:
+        reference = hf_reference(source.folder, prompts, args.new, args.device, args.hf_batch)
+        if args.reference is not None:
+            args.reference.write_text(json.dumps(asdict(reference)))
     print(f"reference: {len(prompts)} prompts, {time.time() - begin:.0f} s", flush=True)
     ties = count = retractions = 0
     begin = time.time()
     shard, shards = map(int, args.shard.split("/"))
     every = list(combinations((args.large_pool, args.small_pool)))
-    for options in (pairs(every) if args.pairs else every)[shard::shards]:
-        found, stats = run(source.folder, reference, args.new, options, args.device)
+    more = {} if args.running is None else {"max_running_requests": args.running}
+    for options in (pairs(every) if args.pairs else every)[args.first :][shard::shards]:
+        found, stats = run(source.folder, reference, args.new, options, args.device, **more)
         ties, count, retractions = ties + found, count + 1, retractions + stats["retractions"]
         print(f"{time.time() - begin:5.0f} s  equal: {options}", flush=True)
     print(

@@ -37,6 +37,10 @@ from .stress_run import Run
 HANGS_AFTER = 120.0  # seconds
 
 
+def no_totals() -> dict[str, int]:
+    return dict.fromkeys(("cases", "programs", "requests", "tokens", "near_ties"), 0)
+
+
 def run_case(model: Model, case: Case, totals: dict[str, int]) -> None:
     """Run and check one case; a hang is the end of the process."""
     watch = threading.Timer(HANGS_AFTER, _hung, [case])
@@ -65,7 +69,7 @@ def stress(
     model: Model, minutes: float, seed: int, load: int, programs: bool = True, stop_after: int = 5
 ) -> dict[str, Any]:
     """Cases until the time is over, or `stop_after` of them have failed."""
-    totals = dict.fromkeys(("cases", "programs", "requests", "tokens", "near_ties"), 0)
+    totals = no_totals()
     failed: list[int] = []
     begin = time.perf_counter()
     number = seed * 1_000_000
@@ -176,7 +180,7 @@ def main() -> int:
             same = ["--model", args.model, "--device", args.device, "--dtype", args.dtype]
             print(json.dumps(shrink(case, _fails_elsewhere(same, args.repeat))))
             return 0
-        totals = dict.fromkeys(("cases", "programs", "requests", "tokens", "near_ties"), 0)
+        totals = no_totals()
         for _ in range(args.repeat):
             run_case(model, case, totals)
         print(json.dumps(totals))

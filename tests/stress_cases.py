@@ -91,6 +91,7 @@ class _Maker:
 
     def __init__(self, rng: random.Random, room: int):
         self.rng, self.room = rng, room
+        self.grammars = rng.choice([0.1, 0.1, 0.7])  # share of the greedy requests that have one
         stems: list[str] = [""]
         for _ in range(4):  # stems share beginnings, as prompts do
             stem = rng.choice(stems)
@@ -133,9 +134,11 @@ class _Maker:
             params["ignore_eos"] = True
         if rng.random() < 0.15 and not single:
             params["n"] = rng.choice([2, 3])
-        if rng.random() < 0.2 and params["temperature"] == 0:
+        if rng.random() < self.grammars and params["temperature"] == 0:
             params["max_new_tokens"] = max(params["max_new_tokens"], 1)
             params |= self.grammar()
+            params |= rng.choice([{}, {}, {"stop": rng.choice(["text", "d", ": ", "e,"])}, {"min_new_tokens": 1}])
+            params |= rng.choice([{}, {}, {"frequency_penalty": 1.5, "repetition_penalty": 1.2}])
         else:
             params |= rng.choice(
                 [{}] * 5

@@ -70,6 +70,17 @@ class ScriptedLlama:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(scripted_logits(hidden[:, 0].numpy().astype(np.int64), self.config.vocab_size))
 
+    def check_tree(self) -> None:
+        """The tree keeps for each sequence of tokens what was computed for that sequence."""
+        tree = self.scheduler.tree
+        hashes = {id(tree.root): 1} if tree.stores else {}
+        for node in tree.nodes():
+            h = hashes[id(node.parent)]
+            for token, slot in zip(node.key.tolist(), node.slots.tolist()):
+                h = mix(h, token)
+                assert self.kv[slot] == h, f"the tree's {node} has the K/V of other tokens in slot {slot}"
+            hashes[id(node)] = h
+
 
 @dataclass
 class Tolerance:
@@ -97,7 +108,7 @@ class Model:
         self.tolerance = {
             "scripted": Tolerance(0.0, 1e-5, 1e-6),
             "float32": Tolerance(2e-3, 2e-3, 1e-3) if device == "cpu" else Tolerance(2e-2, 2e-2, 1e-2),
-            "bfloat16": Tolerance(1.0, 1.0, 0.3),
+            "bfloat16": Tolerance(2.0, 2.5, 0.5),
         }["scripted" if name == "scripted" else dtype]
         self._hf: Any = None
 

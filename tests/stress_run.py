@@ -12,12 +12,14 @@ from typing import Any
 
 import minisgl as sgl
 from minisgl import Runtime
+from minisgl.backends.base import Prompt
 from minisgl.choices import greedy_token_selection, token_length_normalized, unconditional_likelihood_normalized
+from minisgl.lang import as_backend
 from minisgl.output import Sink
 
 from .stress_cases import Case
 from .stress_check import Checker, Disagreement, log_softmax
-from .stress_models import Model
+from .stress_models import Model, ScriptedLlama
 
 METHODS = (token_length_normalized, greedy_token_selection, unconditional_likelihood_normalized)
 ENDS_WITHIN = 30.0  # seconds from the last client's end to the last request's
@@ -79,6 +81,7 @@ class Run:
             for one in _states(state, log):
                 with contextlib.suppress(Boom):
                     one.sync()
+        as_backend(runtime).precompute(Prompt("x"))  # behind hints that programs have left with the dispatcher
         end = time.perf_counter() + ENDS_WITHIN
         while time.perf_counter() < end:
             stats = runtime.stats()
@@ -100,6 +103,8 @@ class Run:
         assert stats["kv_free"] + stats["kv_evictable"] == stats["kv_capacity"]
         assert scheduler.table.available_rows == scheduler.table.max_requests
         assert scheduler.uncommitted == 0 and not runtime.engine._live
+        if isinstance(runtime.engine.runner.model, ScriptedLlama):
+            runtime.engine.call(runtime.engine.runner.model.check_tree)
         runtime.flush_cache()
         assert runtime.stats()["kv_free"] == stats["kv_capacity"]
 
@@ -115,7 +120,7 @@ class Run:
                 elif action["do"] == "flush":
                     runtime.flush_cache()
                 else:
-                    runtime.stats(), repr(runtime)
+                    assert runtime.stats()["kv_capacity"] and repr(runtime)
             except BaseException:
                 self.failures.append(f"{action}\n{traceback.format_exc()}")
 

@@ -11,6 +11,7 @@ import pytest
 
 import minisgl as sgl
 from minisgl.ir import DTYPE_REGEX, Gen
+from tests.http_client import wait_until
 from tests.scripted_backend import ScriptedBackend, chatml
 
 
@@ -528,7 +529,7 @@ def test_concatenating_chat_forks_keeps_the_messages():
 
 
 def test_forks_run_in_parallel_and_nest_and_need_no_join():
-    backend = ScriptedBackend(delay=0.3)
+    backend = ScriptedBackend(delay=1.0)
 
     @program
     def f(s):
@@ -539,7 +540,7 @@ def test_forks_run_in_parallel_and_nest_and_need_no_join():
 
     f.run(backend=backend)
     gc.collect()
-    time.sleep(0.6)
+    wait_until(lambda: len(backend.jobs) == 9 and backend.running == 0)
     assert len(backend.jobs) == 9 and backend.peak == 9 and backend.running == 0
 
 

@@ -82,6 +82,7 @@ def test_a_trimming_template_costs_the_generated_texts_last_spaces_only():
 def test_what_was_generated_from_stays_where_a_template_rewrites_it():
     backend = ScriptedBackend("thought</think>answer", render=renderer(THINKING))
     state = conversation.run("", ["a", "b"], [None, None], backend=backend)
+    state.sync()
     first, second = (job.prompt.text for job in backend.jobs)
     assert first == "<|user|>a<|x|><|assistant|><think>"
     assert second == first + "thought</think>answer<|x|><|user|>b<|x|><|assistant|><think>"

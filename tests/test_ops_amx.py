@@ -82,32 +82,44 @@ class Sequences:
         self.kv = random(c.num_layers, 2, CAPACITY + 1, c.num_kv_heads, c.head_dim).bfloat16()
         self.table = rng.integers(0, CAPACITY + 1, (len(lengths) + 1, 400)).astype(np.int32)  # past the end: anything
         slots = rng.permutation(CAPACITY) + 1
-        self.lengths, self.ids = np.array(lengths), rng.integers(0, c.vocab_size, len(lengths))
+        self.lengths, last = np.array(lengths), rng.integers(0, c.vocab_size, len(lengths))
+        self.ids = np.random.default_rng(seed + 1).integers(0, c.vocab_size, (len(lengths), 400))
+        self.ids[np.arange(len(lengths)), self.lengths - 1] = last
         for row, (length, end) in enumerate(zip(lengths, np.cumsum(lengths)), start=1):
             self.table[row, :length] = slots[end - length : end]
         self.unused = np.setdiff1d(np.arange(1, CAPACITY + 1), slots[: sum(lengths)])
 
-    def batch(self, members: list[int] | None = None, padding: int = 0) -> ForwardBatch:
+    def batch(
+        self,
+        members: list[int] | None = None,
+        padding: int = 0,
+        new: list[int] | None = None,
+        decodes: int | None = None,
+    ) -> ForwardBatch:
+        """The last new[i] tokens of the i-th of `members`, 1 by default; the first `decodes` (all) are decodes."""
         members = list(range(len(self.lengths))) if members is None else members
         rows, lengths = np.array(members) + 1, self.lengths[members]
         n = len(members)
+        counts = np.array(new or [1] * n)
+        positions = np.concatenate([np.arange(end - count, end) for end, count in zip(lengths, counts)])
+        starts, token_rows = np.concatenate([[0], np.cumsum(counts)]), np.repeat(rows, counts)
 
         def padded(array) -> torch.Tensor:
             return torch.from_numpy(np.concatenate([array, np.zeros(padding, np.int64)]).astype(np.int64))
 
         return ForwardBatch(
-            input_ids=padded(self.ids[members]),
-            positions=padded(lengths - 1),
-            out_slots=padded(self.table[rows, lengths - 1]),
-            q_start=torch.arange(n + 1, dtype=torch.int32),
+            input_ids=padded(self.ids[token_rows - 1, positions]),
+            positions=padded(positions),
+            out_slots=padded(self.table[token_rows, positions]),
+            q_start=torch.from_numpy(starts).int(),
             seq_lens=torch.from_numpy(lengths).int(),
             rows=torch.from_numpy(rows).int(),
             table=torch.from_numpy(self.table),
-            num_decodes=n,
+            num_decodes=n if decodes is None else decodes,
             max_seq_len=int(lengths.max()),
-            max_new=1,
-            logit_rows=torch.arange(n),
-            host=HostBatch(np.arange(n + 1), lengths, rows),
+            max_new=int(counts.max()),
+            logit_rows=torch.from_numpy(starts[1:] - 1),
+            host=HostBatch(starts, lengths, rows),
         )
 
     def attention(self, kind: type[Attention], dtype: torch.dtype) -> Attention:
@@ -124,17 +136,22 @@ class Sequences:
         assert hidden is not None
         return hidden, attention.pool.kv
 
-    def run_torch(self, model: Llama, kind: type[Attention]) -> tuple[torch.Tensor, torch.Tensor]:
-        attention = self.attention(kind, model.dtype)
+    def run_torch(
+        self, model: Llama, kind: type[Attention], batch: ForwardBatch | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        attention, batch = self.attention(kind, model.dtype), batch or self.batch()
         with torch.inference_mode():
-            attention.begin(self.batch())
-            return model.forward(self.batch(), attention), attention.pool.kv
+            attention.begin(batch)
+            return model.forward(batch, attention), attention.pool.kv
+
+
+def errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """The relative error of each row."""
+    return (got.float() - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1)
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The largest relative error of a row."""
-    difference = (got.float() - want).flatten(1).norm(dim=1)
-    return float((difference / want.flatten(1).norm(dim=1)).max())
+    return float(errors(got, want).max())
 
 
 @needs_amx
@@ -230,13 +247,89 @@ def test_onednn_computes_the_same_after_a_step():
 
 
 @needs_amx
-def test_other_steps_are_left_to_torch():
+def test_another_attention_is_left_to_torch():
     sequences = Sequences([30, 3])
-    batch = sequences.batch()
-    batch.num_decodes = 1
-    assert sequences.ops.decode(sequences.model, batch, sequences.attention(CpuAttention, torch.bfloat16)) is None
     reference = sequences.attention(ReferenceAttention, torch.bfloat16)
     assert sequences.ops.decode(sequences.model, sequences.batch(), reference) is None
+
+
+# ---- prompts ---------------------------------------------------------------------------------------------------------
+
+PROMPTS = dict(members=[0, 1, 2, 3, 4, 5, 6, 7], new=[1, 1, 1, 5, 16, 17, 33, 120], decodes=2)
+
+
+@needs_amx
+@pytest.mark.parametrize("name", list(MODELS))
+def test_prompts_of_every_kind_of_model(name):
+    """Beside decodes, with and without a cached prefix."""
+    sequences = Sequences([40, 1, 77, 5, 31, 64, 33, 200], **MODELS[name])
+    batch = sequences.batch(**PROMPTS)
+    exact, exact_kv = sequences.run_torch(sequences.exact, ReferenceAttention, batch)
+    in_torch, _ = sequences.run_torch(sequences.packed, CpuAttention, batch)
+    got, kv = sequences.run(batch)
+    ours, theirs = errors(got, exact), errors(in_torch, exact)
+    assert ours.mean() < 1.05 * theirs.mean() and ours.max() < 0.1
+    written = batch.out_slots
+    for layer in range(2):
+        for of in range(2):
+            assert error(kv[layer, of, written], exact_kv[layer, of, written]) < 0.05
+    old = np.setdiff1d(np.arange(CAPACITY + 1), written.numpy())
+    assert torch.equal(kv[:, :, old], sequences.kv[:, :, old])
+
+
+@needs_amx
+@pytest.mark.parametrize("name", ["groups_of_3", "wide_heads", "window"])
+def test_a_prompt_has_the_same_bits_in_any_chunks_and_company(name):
+    sequences = Sequences([230, 40, 60, 1, 90], **MODELS[name])
+    together, kv = sequences.run(sequences.batch(new=[1, 40, 60, 1, 90], decodes=1))
+    decoded, _ = sequences.run(sequences.batch([0]))
+    assert torch.equal(decoded[0], together[0])  # a decode, beside prompts or not
+    want = dict(zip((1, 2, 3, 4), together[1:].split([40, 60, 1, 90])))
+    for chunks in ([60], [1, 1, 31, 27], [16, 17, 27], [59, 1]):
+        alone = Sequences([230, 40, 60, 1, 90], **MODELS[name])
+        hidden = []
+        for chunk, end in zip(chunks, np.cumsum(chunks)):
+            alone.lengths[2] = end
+            states, alone.kv = alone.run(alone.batch([2], new=[chunk], decodes=0))
+            hidden.append(states)
+        assert torch.equal(torch.cat(hidden), want[2]), chunks
+        slots = alone.batch([2], new=[60]).out_slots
+        assert torch.equal(alone.kv[:, :, slots], kv[:, :, slots])
+
+
+@needs_amx
+def test_many_rows_at_once_have_the_same_bits():
+    """More than a group of 256, and so few that small weights would be used."""
+    sequences = Sequences([390, 390], intermediate_size=96)
+    together, _ = sequences.run(sequences.batch(new=[390, 390], decodes=0))
+    alone, _ = sequences.run(sequences.batch([1], new=[390], decodes=0))
+    assert torch.equal(alone, together[390:])
+    sequences.lengths[1] = 20
+    few, _ = sequences.run(sequences.batch([1], new=[20], decodes=0))
+    assert torch.equal(few, together[390:410])
+
+
+@needs_amx
+def test_threads_do_not_change_a_bit_of_prompts(monkeypatch):
+    sequences = Sequences([300, 1, 40, 7, 129], head_dim=64)
+    batch = sequences.batch(new=[1, 1, 30, 7, 100], decodes=2)
+    want = sequences.run(batch)
+    for threads in (1, 3, 5):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        for _ in range(4):
+            got = sequences.run(batch)
+            assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@needs_amx
+def test_prompts_read_nothing_else():
+    sequences = Sequences([30, 3, 41, 64, 1, 170])
+    batch = sequences.batch(new=[1, 3, 20, 64, 1, 100], decodes=1)
+    want = sequences.run(batch)[0]
+    sequences.kv[:, :, sequences.unused] = torch.nan
+    sequences.kv[:, :, batch.out_slots] = torch.nan
+    sequences.ops._work.view(torch.int16).fill_(0x7FC0)  # a NaN
+    assert torch.equal(sequences.run(batch)[0], want)
 
 
 @needs_amx

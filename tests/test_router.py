@@ -568,3 +568,50 @@ def test_wrong_arguments_are_one_line(argument, named, capsys):
     assert main([argument]) == 2
     error = capsys.readouterr().err
     assert named in error and error.count("\n") == 1
+
+
+# ---- its own end -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ticks", range(6))
+def test_closing_ends_watchers_that_were_just_woken(ticks):
+    """asyncio.wait_for may lose a cancellation that comes together with its result: the router then never ended."""
+    from types import SimpleNamespace
+
+    from minisgl.router_workers import Workers
+
+    class Session:
+        def get(self, *args: Any, **more: Any) -> Any:
+            return self
+
+        async def __aenter__(self) -> Any:
+            return SimpleNamespace(status=200, json=self.json)
+
+        async def __aexit__(self, *exc: object) -> None:
+            pass
+
+        async def json(self, **more: Any) -> dict[str, Any]:
+            return {}
+
+    async def main() -> None:
+        workers = Workers(Session(), RoundRobin(), health_interval=60, health_timeout=1, headers={})  # pyright: ignore
+        worker = workers.add("http://w:1")
+        await worker.probed.wait()
+        await asyncio.sleep(0.01)
+        worker.suspect()
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        await asyncio.wait_for(workers.close(), 2)
+
+    asyncio.run(main())
+
+
+def test_a_stream_of_a_worker_that_hangs_ends_with_an_error_event():
+    with Setup(2, health_timeout=0.3) as s:
+        for worker in s.workers:
+            worker.hold, worker.hold_after_first = asyncio.Event(), True
+        response = s.open_stream()
+        assert json.loads(response.readline()[6:])["text"] == "one "
+        next(worker for worker in s.workers if worker.running).health = None
+        error, done = events(response)
+        assert done == "[DONE]" and json.loads(error)["error"]["code"] == "worker_failed"

@@ -15,6 +15,7 @@ run on a pool of daemon threads that grows on demand up to `parallelism` and shr
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -23,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
+from .. import forking
 from ..chat import Render, plain_render
 from ..choices import ChoicesMethod
 
@@ -184,36 +186,57 @@ class WorkerPool:
 
     def __init__(self, limit: int, name: str, idle: float = 5.0):
         self.limit, self.name, self.idle = limit, name, idle
+        forking.tell(self)
+        self.after_fork()
+
+    def after_fork(self) -> None:
+        """In a child process there are no threads yet, and what the parent's will do is theirs."""
         self._cond = threading.Condition()
         self._tasks: deque[Callable[[], None]] = deque()
-        self._threads = 0
+        self._threads: set[threading.Thread] = set()
         self._free = 0
 
     def run(self, task: Callable[[], None]) -> None:
+        """Have a thread call `task`; what it raises is logged.  RuntimeError if the system gives no thread at all."""
         with self._cond:
             self._tasks.append(task)
-            if self._free >= len(self._tasks) or self._threads >= self.limit:
+            if self._free >= len(self._tasks) or len(self._threads) >= self.limit:
                 self._cond.notify()
                 return
-            self._threads += 1
-        threading.Thread(target=self._main, name=self.name, daemon=True).start()
+            thread = threading.Thread(target=self._main, name=self.name, daemon=True)
+            self._threads.add(thread)
+            try:
+                thread.start()
+            except BaseException as error:  # no more threads, or Ctrl-C: one that does not run must not count
+                self._threads.discard(thread)
+                if isinstance(error, Exception) and self._threads:
+                    return  # the others will come to it
+                self._tasks.remove(task)
+                raise
 
     def _main(self) -> None:
-        while True:
-            with self._cond:
-                self._free += 1
+        while (task := self._next()) is not None:
+            try:
+                task()
+            except BaseException:  # this thread is ours, and others count on it
+                logging.getLogger("minisgl").exception("a task of %s failed", self.name)
+            del task  # what it refers to must not live while this thread idles
+
+    def _next(self) -> Callable[[], None] | None:
+        """The next task; None, after `idle` seconds without one: this thread is to end."""
+        with self._cond:
+            self._free += 1
+            try:
                 end = time.monotonic() + self.idle
                 while not self._tasks:
                     left = end - time.monotonic()
                     if left <= 0:
-                        self._free -= 1
-                        self._threads -= 1
-                        return
+                        self._threads.discard(threading.current_thread())
+                        return None
                     self._cond.wait(left)
+                return self._tasks.popleft()
+            finally:
                 self._free -= 1
-                task = self._tasks.popleft()
-            task()
-            del task  # what it refers to must not live while this thread idles
 
 
 def with_retries(

@@ -17,6 +17,7 @@ that a word begun in one `s +=` and ended in the next is the token that the mode
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections import deque
@@ -28,6 +29,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from .. import forking
 from ..chat import Render
 from ..choices import Plan, plan
 from .base import Anchor, Backend, Job, Prompt, Reply
@@ -262,26 +264,33 @@ class Dispatcher:
     """Takes what programs and engine post, in bursts, on a thread of its own that ends when nothing is to do."""
 
     def __init__(self) -> None:
-        self._cond = threading.Condition()
-        self._inbox: deque[_Submission | Callable[[], None]] = deque()
-        self._running = False
         self._special: tuple[int, re.Pattern[str] | None] | None = None
+        forking.tell(self)
+        self.after_fork()
+
+    def after_fork(self) -> None:
+        """In a child process there is no thread yet, and what the parent's will do is its own."""
+        self._lock = threading.Lock()
+        self._cond = threading.Condition(self._lock)
+        self._inbox: deque[_Submission | Callable[[], None]] = deque()
+        self._thread: threading.Thread | None = None
 
     def post(self, item: _Submission | Callable[[], None]) -> None:
-        with self._cond:
+        with self._lock:
             self._inbox.append(item)
-            if self._running:
+            # is_alive: Ctrl-C may have come before the last one began, and then this one must
+            if self._thread is not None and self._thread.is_alive():
                 self._cond.notify()
                 return
-            self._running = True
-        threading.Thread(target=self._main, name="minisgl-dispatcher", daemon=True).start()
+            self._thread = threading.Thread(target=self._main, name="minisgl-dispatcher", daemon=True)
+            self._thread.start()
 
     def _main(self) -> None:
         while True:
             with self._cond:
                 while not self._inbox:
                     if not self._cond.wait(IDLE) and not self._inbox:
-                        self._running = False
+                        self._thread = None
                         return
                 items = list(self._inbox)
                 self._inbox.clear()
@@ -290,9 +299,16 @@ class Dispatcher:
                 if isinstance(item, _Submission):
                     submissions.append(item)
                 else:
-                    item()
+                    try:
+                        item()
+                    except BaseException:  # a program's own, which has it already; the other programs go on
+                        logging.getLogger("minisgl").debug("a program's step failed", exc_info=True)
             if submissions:
-                self._submit(submissions)
+                try:
+                    self._submit(submissions)
+                except BaseException as error:  # whoever waits for these has nobody else to hear it from
+                    for submission in submissions:
+                        submission.fail(error)
             del items, submissions, item  # they hold the runtime, which its owner may want to be gone
 
     def _submit(self, submissions: list[_Submission]) -> None:
@@ -386,11 +402,9 @@ def _behind(known: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 
 _dispatchers: WeakKeyDictionary[Any, Dispatcher] = WeakKeyDictionary()
-_lock = threading.Lock()
 
 
 def _dispatcher(runtime: Any) -> Dispatcher:
-    with _lock:
-        if runtime not in _dispatchers:
-            _dispatchers[runtime] = Dispatcher()
-        return _dispatchers[runtime]
+    if runtime not in _dispatchers:
+        _dispatchers.setdefault(runtime, Dispatcher())  # atomic: a lock could be held by nobody in a forked child
+    return _dispatchers[runtime]
