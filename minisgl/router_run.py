@@ -122,9 +122,9 @@ def make_server(app, host: str, port: int, ready: Callable[[str], None]):
     """A uvicorn server that calls `ready` with its address once it takes requests."""
     import uvicorn
 
-    from .server_http import Connection
+    from .server_connection import Connection, HttpServer
 
-    class Server(uvicorn.Server):
+    class Server(HttpServer):
         async def startup(self, sockets=None) -> None:
             await super().startup(sockets)
             if self.started:

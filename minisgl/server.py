@@ -5,12 +5,13 @@
                                                with Runtime() as runtime, Server(runtime, port=0) as server:
                                                    client = openai.OpenAI(base_url=server.url + "/v1", api_key="-")
 
-    HTTP        uvicorn, one event loop on one thread             server_http: bodies, answers, event streams, the key
+    HTTP        uvicorn, one event loop on one thread             server_connection: what a client may do to it
+      |                                                           server_http: bodies, answers, event streams, the key
       |
     routes      OpenAI's (server_openai, server_tools)  and SGLang's (server_native), their schemas (server_schemas)
       |
-    jobs        the loop's side of the engine (server_jobs): worker threads tokenise and compile grammars, a bell rings
-      |         for tokens, whoever goes away is aborted
+    jobs        the loop's side of the engine (server_jobs): worker threads prepare what takes long, who goes away is
+      |         aborted; a bell rings for tokens (server_bell)
     Runtime     the engine, on its own thread
 
 A `Server` has a thread and an event loop of its own, so that it runs beside anything (a notebook's loop, another
@@ -40,7 +41,8 @@ except ImportError as error:
 
 from . import __version__, server_native, server_openai
 from .metrics import Metrics
-from .server_http import Connection, KeyGuard, Reply, Routes
+from .server_connection import Connection, HttpServer
+from .server_http import KeyGuard, Reply, Routes
 from .server_jobs import Limits, Service
 from .server_schemas import openapi
 
@@ -209,7 +211,7 @@ class Server:
             service.close()
 
 
-class _Uvicorn(uvicorn.Server):
+class _Uvicorn(HttpServer):
     """Tells when it accepts connections.  (Signal handlers it installs on the main thread only, where we never are.)"""
 
     def __init__(self, config: uvicorn.Config, ready: threading.Event):

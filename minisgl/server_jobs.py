@@ -12,10 +12,7 @@ Three ideas keep HTTP cheap beside an engine in the same interpreter:
 writes whatever its sequences have grown by since: one token when the machine is idle, ten when it is busy.  So a client
 that reads slowly holds nothing back but its own socket's buffer, and no queue of chunks can grow.
 
-*The bell is answered in rounds.*  All streams that have news are woken together, and the next round begins only after
-a pause of a few times as long as this one took: writing responses takes at most `SHARE` of the interpreter's time, and
-the more there is to write the more tokens share a write.  Only an end does not wait for the round: its client may have
-the next request ready.
+*The bell is answered in rounds*, so that writing takes a bounded share of the interpreter's time (`server_bell`).
 
 *What is quick is done at once.*  Another thread, which must first get the interpreter and then give it back, costs more
 than to tokenise a short prompt does.
@@ -32,7 +29,6 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from types import NoneType
@@ -40,6 +36,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from .output import EngineError, Sink
 from .sampling_params import SamplingParams
+from .server_bell import Doorbell, Listener
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,8 +49,6 @@ _PARAMETERS = {f.name for f in fields(SamplingParams)} | {
     "prompt", "input_ids", "rid", "logprob_start_len", "top_logprobs_num", "messages"
 }  # fmt: skip (an error's first word, if it is one of these, is its `param`)
 LEAST = -9999.0  # what a log-probability of minus infinity is written as, which JSON has not
-SHARE = 0.2  # of the interpreter's time that rounds of writing may take
-LONGEST_PAUSE = 0.25  # seconds between two rounds
 OWN_RIDS = "minisgl-"  # how the ids begin that a Runtime makes
 MAX_RID = 256  # characters
 QUICK_BODY = 4096  # bytes of a body that is tokenised on the loop: well under a millisecond
@@ -144,85 +139,6 @@ class Admission:
         ends = list(self._ends)
         rate = len(ends) / max(time.monotonic() - ends[0], 1e-3) if ends else 1.0
         return min(max(math.ceil(self.live / 10 / rate), 1), 60)
-
-
-class Doorbell:
-    """Wakes coroutines of one loop from the engine's thread, in rounds (see the module's docstring)."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        self._loop = loop
-        self._rung: deque[Listener] = deque()
-        self._ended: deque[Listener] = deque()
-        self._armed = self._armed_last = False
-        self._not_before = 0.0
-
-    def ring(self, listener: Listener) -> None:
-        """From any thread: there is something to read."""
-        if listener.rung:
-            return
-        listener.rung = True
-        self._rung.append(listener)
-        if not self._armed:
-            self._armed = True
-            self._call(self._answer)
-
-    def ring_last(self, listener: Listener) -> None:
-        """From any thread: there will be nothing more.  Heard at once, with all others that end in the same step."""
-        self._ended.append(listener)
-        if not self._armed_last:
-            self._armed_last = True
-            self._call(self._answer_last)
-
-    def _call(self, answer: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # the loop was closed: nobody reads any more
-            self._loop.call_soon_threadsafe(answer)
-
-    def _answer(self) -> None:
-        pause = self._not_before - time.perf_counter()
-        if pause > 0:
-            self._loop.call_later(pause, self._answer)
-            return
-        self._armed = False  # before taking: who rings from here on arms again
-        self._wake(self._rung)
-
-    def _answer_last(self) -> None:
-        self._armed_last = False
-        self._wake(self._ended)
-
-    def _wake(self, listeners: deque[Listener]) -> None:
-        while listeners:
-            listeners.popleft().wake()
-        self._loop.call_soon(self._rest, time.thread_time())  # runs after those just woken
-
-    def _rest(self, begin: float) -> None:
-        worked = time.thread_time() - begin  # waiting, for the interpreter or the machine, is not work
-        self._not_before = time.perf_counter() + min(worked * (1 / SHARE - 1), LONGEST_PAUSE)
-
-
-class Listener:
-    """One coroutine that waits for a bell."""
-
-    def __init__(self, bell: Doorbell):
-        self.bell, self.rung = bell, False
-        self._news = False
-        self._waiter: asyncio.Future[None] | None = None  # an asyncio.Event does this for many, at twice the price
-
-    def ring(self) -> None:
-        self.bell.ring(self)
-
-    def ring_last(self) -> None:
-        self.bell.ring_last(self)
-
-    def wake(self) -> None:
-        self.rung, self._news = False, True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def wait(self) -> None:
-        if not self._news:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        self._news = False
 
 
 class Tail:

@@ -158,7 +158,7 @@ def test_bodies_that_are_nearly_right(server, runtime):
 
     send()
     check_consistent(server, runtime)
-    assert statuses[200] > 10 and statuses[400] > 10, statuses
+    assert statuses[200] > 3 and statuses[400] > 10, statuses  # the bodies are random: 150 once had 10 right ones
 
 
 def test_bytes(server, runtime):
