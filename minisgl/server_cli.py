@@ -10,6 +10,7 @@ one aborts at once.  The exit status is 0 in both cases, and the engine's thread
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import signal
 import sys
@@ -117,6 +118,8 @@ def serve(args: argparse.Namespace) -> int:
         for warning in caught:
             print(f"minisgl: warning: {warning.message}", file=sys.stderr)
         signals.call = server.close
+        gc.collect()
+        gc.freeze()  # the model's objects stay: a full collection would walk them for 0.1 s while every stream waits
         size = f"KV {runtime.scheduler.allocator.capacity:,} tokens"
         print(f"minisgl: ready on {server.url} ({server.model_names[0]}, {runtime.device}, {size})", flush=True)
         while server.serving and not signals.count:
