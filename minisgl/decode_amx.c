@@ -1,4 +1,5 @@
-/* One decode step of a Llama, whole, for a CPU with AMX: one new token for each of n sequences, bfloat16.
+/* One step of a Llama, whole, for a CPU with AMX: the new tokens of several sequences, one each (decodes) or many (of
+   prompts), in bfloat16.
 
    Compiled on the user's machine when a C compiler is there (see ops_amx.py, which also says when it is used); without
    one the same step runs in torch, slower.  A decode step is bound by memory: every weight is read once per step, for
@@ -8,13 +9,22 @@
        embed | norm | qkv | rotate, write K V | attend | o + residual | norm | gate up silu | down + residual | ... norm
                     `------------------------------- for each layer -----------------------------------------'
 
-   A product x W^T has few rows (x: one per sequence) and many columns.  W is kept in oneDNN's layout, in blocks of 32
-   columns (see `product`); a thread takes a block, multiplies, does the element-wise work on the result while it is in
-   the L1 cache, and takes the next.  AMX's unit of work is the tile, 16 rows of 64 bytes:
+   A product x W^T has few rows (x: one per token) and many columns.  W is kept in blocks of 32 columns; a thread takes
+   a block, multiplies, does the element-wise work on the result while it is in the L1 cache, and takes the next.  AMX's
+   unit of work is the tile, 16 rows of 64 bytes:
 
        C (16 rows x 16 columns, float32)  +=  A (16 rows x 32 k)  *  B (16 pairs of k x 16 columns x 2)
 
-   A row's result is the same whatever else is in the batch: its sums are always taken in the same order.
+   A token's result is the same whatever else is in the step, and however its prompt is cut into steps: its sums are
+   always taken in the same order.  (A prompt's token is not computed as the same token would be as a decode: attention
+   rounds differently.)
+
+   The parts, in the order in which they build on each other:
+
+       decode_amx_basics.h      bfloat16, threads that work in phases
+       decode_amx_weights.h     weights in 4 or 8 bits, exact
+       decode_amx_products.h    tiles, matrix products
+       decode_amx_attention.h   one new token; 16 of a prompt
 
    Source of AMX's semantics: Intel's Architecture Instruction Set Extensions reference, chapter 3. */
 
@@ -26,7 +36,7 @@
 /* ---- what Python passes: the same structures are in ops_amx.py; pointers may be null where the model has none ---- */
 
 struct layer {
-    struct matrix qkv, o, gate, up, down;
+    struct matrix qkv, o, gate, up, down; /* gate and up are both small or neither is: they share an `operand` */
     const bf16 *input_norm, *post_norm, *qkv_bias, *o_bias, *gate_bias, *up_bias, *down_bias, *qk_norm;
     int64_t window; /* tokens, 0: none */
 };
@@ -39,7 +49,7 @@ struct model {
 };
 
 struct step {
-    int64_t n, sequences, decodes;            /* new tokens, of so many sequences; the first decode, with a token each */
+    int64_t n, sequences, decodes;            /* new tokens; of so many sequences; the first of them decode */
     const int64_t *ids, *positions, *slots;   /* (n,) */
     const int32_t *starts;                    /* (sequences + 1,): a sequence's first new token */
     const int32_t *lengths, *rows;            /* (sequences,): tokens with the new ones, and row of the table */
@@ -60,7 +70,7 @@ INLINE __m512 plus_bias(const float *sums, const bf16 *bias, int64_t column) {
     return bias ? _mm512_add_ps(x, load(bias + column)) : x;
 }
 
-/* Of a product's result, its columns in blocks and its rows in groups, each `part` is one block of one group. */
+/* A result's columns come in blocks, its rows in groups; a `part` is one block of one group. */
 static int64_t parts(int64_t n, int64_t width) { return up(n, GROUP) / GROUP * (width / COLUMNS); }
 
 /* A part of out (n, width) = x w^T + bias, or of out += that. */
@@ -135,8 +145,8 @@ struct layout {
 };
 
 static struct layout lay_out(const struct model *m, int64_t n, int64_t longest, int64_t threads) {
-    const int64_t rows = up(n, ROWS), inner = m->heads * m->dim, wide = m->intermediate > inner ? m->intermediate : inner;
-    const int64_t few = rows < MOST_ROWS ? rows : MOST_ROWS;
+    const int64_t rows = up(n, ROWS), few = rows < MOST_ROWS ? rows : MOST_ROWS, inner = m->heads * m->dim;
+    const int64_t wide = m->intermediate > inner ? m->intermediate : inner;
     struct layout at;
     at.pieces = up(team_bytes(threads), 64);
     at.residual = up(at.pieces + n * sizeof(struct piece), 64);
@@ -146,7 +156,7 @@ static struct layout lay_out(const struct model *m, int64_t n, int64_t longest, 
     at.gated = at.mixed + rows * inner * 2;
     at.own = at.gated + rows * m->intermediate * 2;
     at.scores = few * (wide > m->hidden ? wide : m->hidden) * 2; /* after `operand`'s, in a thread's own part */
-    at.own_size = at.scores + up(longest, 32) * 16 * 4;
+    at.own_size = at.scores + MOST_HEADS * up(longest, 32) * 16 * 4;
     at.end = at.own + threads * at.own_size;
     return at;
 }
@@ -210,10 +220,8 @@ static void run(const struct model *m, const struct step *s, int64_t num_pieces,
                 attend_group(
                     group, dim, q, k, v, stride, p->slots, first, p->seen, scores, up(s->longest, 16), out);
             else
-                for (int64_t g = 0; g < group; g++)
-                    attend_prompt(
-                        dim, p->count, q + g * dim, width, k, v, stride, p->slots, p->seen, l->window, scores,
-                        out + g * dim, inner);
+                attend_prompt(
+                    group, dim, p->count, q, width, k, v, stride, p->slots, p->seen, l->window, scores, out, inner);
         }
         meet(team, threads);
         x = operand(&l->o, mixed, n, inner, pairs);
@@ -249,15 +257,16 @@ static void step_on_thread(void *argument) {
 
 /* 0; or, with nothing computed, -1 if an id is not in the vocabulary, -2 if a length or position is out of bounds, -3
    if a slot is not in the pool or a length exceeds the table. */
-int decode_step(const struct model *m, const struct step *s) {
+int compute_step(const struct model *m, const struct step *s) {
     for (int64_t b = 0; b < s->n; b++) {
         if (s->ids[b] < 0 || s->ids[b] >= m->vocabulary) return -1;
         if (s->positions[b] < 0 || s->positions[b] >= s->longest) return -2;
         if (s->slots[b] < 0 || s->slots[b] >= s->slots_in_pool) return -3;
     }
     for (int64_t i = 0; i < s->sequences; i++) {
-        if (s->lengths[i] < s->starts[i + 1] - s->starts[i] || s->lengths[i] > s->longest) return -2;
-        if (s->lengths[i] < 1) return -2;
+        const int64_t start = s->starts[i], end = s->starts[i + 1];
+        if (start < 0 || end <= start || end > s->n) return -2;
+        if (s->lengths[i] < end - start || s->lengths[i] > s->longest) return -2;
         if (s->lengths[i] > s->table_stride) return -3;
     }
     memset(s->work, 0, team_bytes(s->threads));
@@ -326,7 +335,8 @@ static void search_on_thread(void *argument) {
         const bf16 *block = s->blocks + i / 2 * 2 * TILE + i % 2 * 32;
         void *to = s->small + i * tile_bytes(s->bits);
         if (atomic_load_explicit(&s->failed, memory_order_relaxed)) return;
-        if (!(s->bits == 4 ? find4(block, to) : find8(block, to)) || !found(block, to, s->bits)) atomic_store(&s->failed, 1);
+        const int fits = s->bits == 4 ? find4(block, to) : find8(block, to);
+        if (!fits || !equal(block, to, s->bits)) atomic_store(&s->failed, 1);
     }
 }
 

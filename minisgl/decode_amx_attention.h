@@ -1,4 +1,4 @@
-/* Attention over the paged pool, for decode_amx.c: one new token (`attend`) or up to 16 of a prompt (`attend_block`). */
+/* Attention over the paged pool, for decode_amx.c: one new token (`attend`) or 16 of a prompt (`attend_block`). */
 
 /* ---- one token: bound by reading K and V ---- */
 
@@ -109,112 +109,127 @@ static void attend_group(
 
 /* ---- 16 tokens: bound by computing ---- */
 
-/* 16 numbers each, as pairs of bfloat16: first[0], second[0], first[1], ... */
-INLINE __m512i in_pairs(__m512 first, __m512 second) {
-    const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(first));
-    return _mm512_or_si512(low, _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(second)), 16));
-}
+enum { MOST_HEADS = 3 }; /* at once: their sums are six of the eight tiles */
 
-/* One query head of `count` tokens of a sequence, up to 16, over their KV head; the i-th sees `seen` + i keys, less what
-   is before its window.  The tokens are lanes while scores are computed (keys * queries^T) and rows afterwards:
+/* `heads` query heads of `count` tokens of a sequence, up to 16, over the heads' KV head; the i-th token sees `seen` +
+   i keys, less what is before its window.  Tokens are lanes while scores are computed (keys * queries^T), then rows:
 
        scores (32 keys, 16 tokens) -> e^x, as pairs of keys (16, 16 tokens) -> transposed: tile (16 tokens, 32 keys)
        out (16 tokens, 16 of dim)  +=  that tile  *  values as pairs of keys (16, 16 of dim)
 
    Keys are taken in blocks of 32 from position 0: what a token gets does not depend on which others are in its call.
-   q, out: rows of q_stride, out_stride.  work: 16 float32 for each key, rounded up to whole blocks. */
+   q, out: (count, .., dim), q_stride and out_stride from token to token.  work: 16 float32 for each head and key, keys
+   rounded up to whole blocks. */
 INLINE void attend_block(
-    const int dim, int64_t count, const bf16 *q, int64_t q_stride, const bf16 *keys, const bf16 *values, int64_t stride,
-    const int32_t *slots, int64_t seen, int64_t window, float *work, bf16 *out, int64_t out_stride
+    const int dim, int heads, int64_t count, const bf16 *q, int64_t q_stride, const bf16 *keys, const bf16 *values,
+    int64_t stride, const int32_t *slots, int64_t seen, int64_t window, float *work, bf16 *out, int64_t out_stride
 ) {
-    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf(dim));
+    const int64_t begin = window && seen > window ? (seen - window) / 32 * 32 : 0, end = seen + count - 1;
+    const int64_t size = 16 * (up(end, 32) - begin); /* of a head's work */
+    bf16 tile[4][TILE] __attribute__((aligned(64))), queries[MOST_HEADS][4][TILE] __attribute__((aligned(64)));
+    for (int h = 0; h < heads; h++)
+        for (int i = 0; i < dim / 32; i++) {
+            __m512i r[16];
+            for (int t = 0; t < 16; t++)
+                r[t] = _mm512_loadu_si512(q + (t < count ? t : 0) * q_stride + h * dim + 32 * i);
+            transpose(r);
+            for (int t = 0; t < 16; t++) _mm512_store_si512(queries[h][i] + 32 * t, r[t]);
+        }
+
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i last = _mm512_add_epi32(_mm512_set1_epi32(seen - 1), lane);
     const __m512i first = window ? _mm512_sub_epi32(last, _mm512_set1_epi32(window - 1)) : _mm512_setzero_si512();
-    const int64_t begin = window && seen > window ? (seen - window) / 32 * 32 : 0, end = seen + count - 1;
-    bf16 tile[4][TILE] __attribute__((aligned(64))), queries[4][TILE] __attribute__((aligned(64)));
-    for (int i = 0; i < dim / 32; i++) {
-        __m512i r[16];
-        for (int t = 0; t < 16; t++) r[t] = _mm512_loadu_si512(q + (t < count ? t : 0) * q_stride + 32 * i);
-        transpose(r);
-        for (int t = 0; t < 16; t++) _mm512_store_si512(queries[i] + 32 * t, r[t]);
-    }
-
-    __m512 largest = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+    __m512 largest[MOST_HEADS];
+    for (int h = 0; h < heads; h++) largest[h] = _mm512_set1_ps(-INFINITY);
     for (int64_t j = begin; j < up(end, 32); j += 16) {
-        float *scores = work + 16 * (j - begin);
+        const int all = j + 16 <= seen && (!window || j > seen + 15 - window); /* tokens see all of these keys */
         for (int t = 0; t < 16; t++) {
             const int64_t slot = slots[j + t < end ? j + t : 0]; /* past the end: any, it will be hidden */
             for (int i = 0; i < dim / 32; i++)
                 _mm512_store_si512(tile[i] + 32 * t, _mm512_loadu_si512(keys + slot * stride + 32 * i));
-            fetch(values + slot * stride, dim);
         }
-        _tile_zero(0);
-        for (int i = 0; i < dim / 32; i++) {
-            _tile_loadd(4, tile[i], 64); _tile_loadd(5, queries[i], 64);
-            _tile_dpbf16ps(0, 4, 5);
-        }
-        _tile_stored(0, scores, 64);
-        for (int t = 0; t < 16; t++) {
-            const __m512i key = _mm512_set1_epi32(j + t);
-            const __mmask16 sees = _mm512_cmple_epi32_mask(first, key) & _mm512_cmple_epi32_mask(key, last);
-            const __m512 x = _mm512_loadu_ps(scores + 16 * t);
-            const __m512 score = _mm512_mask_mul_ps(_mm512_set1_ps(-1e30f), j + t < end ? sees : 0, x, scale);
-            _mm512_storeu_ps(scores + 16 * t, score);
-            largest = _mm512_max_ps(score, largest);
+        for (int h = 0; h < heads; h++) {
+            float *scores = work + h * size + 16 * (j - begin);
+            _tile_zero(0);
+            for (int i = 0; i < dim / 32; i++) {
+                _tile_loadd(6, tile[i], 64); _tile_loadd(7, queries[h][i], 64);
+                _tile_dpbf16ps(0, 6, 7);
+            }
+            _tile_stored(0, scores, 64);
+            for (int t = 0; t < 16; t++) {
+                __m512 score = _mm512_loadu_ps(scores + 16 * t);
+                if (!all) {
+                    const __m512i key = _mm512_set1_epi32(j + t);
+                    const __mmask16 hidden = _mm512_cmplt_epi32_mask(key, first) | _mm512_cmpgt_epi32_mask(key, last);
+                    score = _mm512_mask_mov_ps(score, j + t < end ? hidden : 0xFFFF, _mm512_set1_ps(-1e30f));
+                    _mm512_storeu_ps(scores + 16 * t, score);
+                }
+                largest[h] = _mm512_max_ps(score, largest[h]);
+            }
         }
     }
 
-    for (int64_t j = begin; j < end; j += 32) { /* the tile takes the place of its scores */
-        float *scores = work + 16 * (j - begin);
-        __m512i r[16];
-        for (int t = 0; t < 16; t++) {
-            const __m512 a = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + 32 * t), largest));
-            const __m512 b = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + 32 * t + 16), largest));
-            total = _mm512_add_ps(_mm512_add_ps(total, a), b);
-            r[t] = in_pairs(a, b);
+    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf(dim));
+    float totals[MOST_HEADS][16];
+    for (int h = 0; h < heads; h++) {
+        __m512 total = _mm512_setzero_ps();
+        const __m512 most = _mm512_mul_ps(largest[h], scale);
+        for (float *scores = work + h * size; scores < work + (h + 1) * size; scores += 32 * 16) {
+            __m512i r[16];
+            for (int t = 0; t < 16; t++) {
+                const __m512 a = exponential(_mm512_fmsub_ps(_mm512_loadu_ps(scores + 32 * t), scale, most));
+                const __m512 b = exponential(_mm512_fmsub_ps(_mm512_loadu_ps(scores + 32 * t + 16), scale, most));
+                total = _mm512_add_ps(_mm512_add_ps(total, a), b);
+                r[t] = in_pairs(a, b);
+            }
+            transpose(r); /* the tile takes the place of its scores */
+            for (int t = 0; t < 16; t++) _mm512_storeu_si512(scores + 16 * t, r[t]);
         }
-        transpose(r);
-        for (int t = 0; t < 16; t++) _mm512_storeu_si512(scores + 16 * t, r[t]);
+        _mm512_storeu_ps(totals[h], total);
     }
 
-    float totals[16], sums[4][16][16] __attribute__((aligned(64)));
-    _mm512_storeu_ps(totals, total);
-    for (int64_t c = 0; c < dim; c += 64) {
-        const int width = dim - c < 64 ? 2 : 4; /* tiles */
-        _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+    float sums[2 * MOST_HEADS][16][16] __attribute__((aligned(64)));
+    for (int64_t c = 0; c < dim; c += 32) {
+        _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3); _tile_zero(4); _tile_zero(5);
         for (int64_t j = begin; j < end; j += 32) {
             for (int t = 0; t < 16; t++) {
                 const bf16 *a = values + slots[j + 2 * t < end ? j + 2 * t : 0] * stride + c;
                 const bf16 *b = values + slots[j + 2 * t + 1 < end ? j + 2 * t + 1 : 0] * stride + c;
-                for (int i = 0; i < width; i++) {
-                    const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)(a + 16 * i)));
-                    const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)(b + 16 * i)));
-                    _mm512_store_si512(tile[i] + 32 * t, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-                }
+                const __m512i low = _mm512_loadu_si512(a), high = _mm512_loadu_si512(b);
+                _mm512_store_si512(tile[0] + 32 * t, pairs_of(low, high, 0));
+                _mm512_store_si512(tile[1] + 32 * t, pairs_of(low, high, 16));
             }
-            _tile_loadd(4, work + 16 * (j - begin), 64);
-            _tile_loadd(5, tile[0], 64); _tile_dpbf16ps(0, 4, 5);
-            _tile_loadd(6, tile[1], 64); _tile_dpbf16ps(1, 4, 6);
-            if (width < 4) continue;
-            _tile_loadd(5, tile[2], 64); _tile_dpbf16ps(2, 4, 5);
-            _tile_loadd(6, tile[3], 64); _tile_dpbf16ps(3, 4, 6);
+            const float *at = work + 16 * (j - begin);
+#define HEAD(h, left, right) \
+            if (h < heads) { \
+                _tile_loadd(6, at + h * size, 64); \
+                _tile_loadd(7, tile[0], 64); _tile_dpbf16ps(left, 6, 7); \
+                _tile_loadd(7, tile[1], 64); _tile_dpbf16ps(right, 6, 7); \
+            }
+            HEAD(0, 0, 1) HEAD(1, 2, 3) HEAD(2, 4, 5)
         }
         _tile_stored(0, sums[0], 64); _tile_stored(1, sums[1], 64);
         _tile_stored(2, sums[2], 64); _tile_stored(3, sums[3], 64);
-        for (int t = 0; t < count; t++)
-            for (int i = 0; i < width; i++) {
-                const __m512 x = _mm512_div_ps(_mm512_load_ps(sums[i][t]), _mm512_set1_ps(totals[t]));
-                store(out + t * out_stride + c + 16 * i, x);
-            }
+        _tile_stored(4, sums[4], 64); _tile_stored(5, sums[5], 64);
+        for (int h = 0; h < heads; h++)
+            for (int t = 0; t < count; t++)
+                for (int i = 0; i < 2; i++) {
+                    const __m512 x = _mm512_div_ps(_mm512_load_ps(sums[2 * h + i][t]), _mm512_set1_ps(totals[h][t]));
+                    store(out + t * out_stride + h * dim + c + 16 * i, x);
+                }
     }
 }
 
 static void attend_prompt(
-    int64_t dim, int64_t count, const bf16 *q, int64_t q_stride, const bf16 *keys, const bf16 *values, int64_t stride,
-    const int32_t *slots, int64_t seen, int64_t window, float *work, bf16 *out, int64_t out_stride
+    int64_t group, int64_t dim, int64_t count, const bf16 *q, int64_t q_stride, const bf16 *keys, const bf16 *values,
+    int64_t stride, const int32_t *slots, int64_t seen, int64_t window, float *work, bf16 *out, int64_t out_stride
 ) {
 #define FOR_DIM(n) \
-    case n: attend_block(n, count, q, q_stride, keys, values, stride, slots, seen, window, work, out, out_stride); break;
-    switch (dim) { FOR_DIM(32) FOR_DIM(64) FOR_DIM(96) FOR_DIM(128) }
+    case n: \
+        attend_block(n, heads, count, q, q_stride, keys, values, stride, slots, seen, window, work, out, out_stride); \
+        break;
+    for (int64_t h = 0; h < group; h += MOST_HEADS, q += MOST_HEADS * dim, out += MOST_HEADS * dim) {
+        const int heads = group - h < MOST_HEADS ? group - h : MOST_HEADS;
+        switch (dim) { FOR_DIM(32) FOR_DIM(64) FOR_DIM(96) FOR_DIM(128) }
+    }
 }

@@ -36,7 +36,22 @@ INLINE __m512 rounded(__m512 x) { /* to what bfloat16 can hold */
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16));
 }
 
-INLINE void fetch(const bf16 *p, int64_t count) { /* into the caches; asks and does not wait */
+/* Indices of the two halves of a vector, side by side: 0, 16, 1, 17, ... */
+#define HALVES _mm512_set_epi16( \
+    31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, \
+    23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0)
+
+INLINE __m512i in_pairs(__m512 a, __m512 b) { /* as bfloat16: a[0], b[0], a[1], ... */
+    return _mm512_permutexvar_epi16(HALVES, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+}
+
+/* 16 of the 32 bfloat16 in a and in b, from the one at `first` (0 or 16) on: a[first], b[first], a[first + 1], ... */
+INLINE __m512i pairs_of(__m512i a, __m512i b, const int first) {
+    const __m512i in_b = _mm512_set1_epi32(16 << 16); /* b's numbers come 32 after a's */
+    return _mm512_permutex2var_epi16(a, _mm512_add_epi16(_mm512_add_epi16(HALVES, in_b), _mm512_set1_epi16(first)), b);
+}
+
+INLINE void fetch(const bf16 *p, int64_t count) { /* into the L2 cache, which can wait for more at once than L1 */
     for (int64_t i = 0; i < count; i += 32) _mm_prefetch((const char *)(p + i), _MM_HINT_T1);
 }
 

@@ -4,6 +4,7 @@ enum {
     ROWS = 32, COLUMNS = 32, /* of a result, computed together */
     GROUP = 256,             /* rows that meet a block of weights while both are in the L2 cache */
     MOST_ROWS = 64,          /* with small weights: they are made anew for every ROWS, which from here on is slower */
+    AHEAD = 8192,            /* bytes of weights, asked for before they are used */
 };
 
 /* Whether the kernel lets this process use AMX (Linux asks to be asked: Documentation/arch/x86/xstate.rst). */
@@ -36,7 +37,7 @@ INLINE void restore_tiles(const struct tiles *before) {
 INLINE void make(const int bits, const void *small, int64_t i, int64_t pieces, bf16 made[2][2][TILE]) {
     if (i >= pieces) return;
     const char *w = (const char *)small + 2 * i * tile_bytes(bits);
-    fetch((const bf16 *)(w + 8192), tile_bytes(bits));
+    fetch((const bf16 *)(w + AHEAD), tile_bytes(bits)); /* two tiles, in bf16's of 2 bytes */
     for (int j = 0; j < 2; j++, w += tile_bytes(bits))
         if (bits == 4) expand4((const void *)w, made[i & 1][j]);
         else expand8((const void *)w, made[i & 1][j]);
@@ -45,12 +46,12 @@ INLINE void make(const int bits, const void *small, int64_t i, int64_t pieces, b
 /* sums[m][c] = sum over k of x[m][k] * w[c][k], for 16 or 32 rows m and 32 columns c.
 
    The weights stream through once; x stays in the L1 cache.  In oneDNN's blocks, w is the right operand: 16 pairs of k,
-   32 columns, 2 are two tiles side by side. */
-INLINE void multiply(const bf16 *x, int two, int64_t k, const bf16 *w, float sums[ROWS][COLUMNS]) {
+   32 columns, 2 are two tiles side by side.  `again`: they have just been used and are in the L2 cache. */
+INLINE void multiply(const bf16 *x, int two, int64_t k, const bf16 *w, int again, float sums[ROWS][COLUMNS]) {
     const bf16 *lower = x + 16 * k;
     _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
     for (int64_t i = 0; i < k; i += 32, w += 2 * TILE) {
-        fetch(w + 8 * TILE, 2 * TILE);
+        if (!again) fetch(w + AHEAD / 2, 2 * TILE);
         _tile_loadd(4, w, 128); _tile_loadd(5, w + 32, 128);
         _tile_loadd(6, x + i, k * 2);
         _tile_dpbf16ps(0, 6, 4); _tile_dpbf16ps(1, 6, 5);
@@ -121,6 +122,6 @@ static void product(
     switch (x->bits == 16 ? 16 : w->bits) {
     case 4: multiply_small(4, x->x + first * k, two, k, small, sums); break;
     case 8: multiply_small(8, x->x + first * k, two, k, small, sums); break;
-    default: multiply(x->x + first * k, two, k, w->blocks + column * k, sums);
+    default: multiply(x->x + first * k, two, k, w->blocks + column * k, first % GROUP != 0, sums);
     }
 }

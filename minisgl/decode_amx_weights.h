@@ -7,12 +7,12 @@
        weight ~ scale * q + offset     q in 0 .. 15         GGUF's Q4_0, Q4_1     22 bytes for 32 weights instead of 64
        weight ~ scale * q              q in -127 .. 127     Q8_0                  38
 
-   Rounding is the snag, since the file may have been rounded on its way more than once (Q4_1 -> float16 -> bfloat16).  So
-   a bit is kept for each number.  A bfloat16 is the upper half of a float32: scale * q + offset is computed in float32,
-   and the weight is its upper half or the next number away from zero; the bit says which.
+   Rounding is the snag, since weights may have been rounded more than once on their way (Q4_1 -> float16 -> bfloat16).
+   So a bit is kept for each number.  A bfloat16 is the upper half of a float32: scale * q + offset is computed in
+   float32, and the weight is its upper half or the next number away from zero; the bit says which.
 
-   `find4` and `find8` search scale, offset and q of a tile, 32 inputs of 16 outputs, and compare every weight: a matrix in
-   which any can't be had this way stays as it is. */
+   `find4` and `find8` search scale, offset and q of a tile, 32 inputs of 16 outputs, and `equal` compares every weight:
+   a matrix in which any can't be had this way stays as it is. */
 
 enum { TILE = 16 * 32 };
 
@@ -181,13 +181,13 @@ static int find8(const bf16 *block, struct tile8 *t) {
     return 1;
 }
 
-/* Whether the tile is what was asked for: two weights with one q may differ in their last bit. */
-static int found(const bf16 *block, const void *small, int64_t bits) {
+/* Whether the tile gives the weights; not if two with the same q differ in their last bit, say. */
+static int equal(const bf16 *block, const void *small, int64_t bits) {
     bf16 made[TILE] __attribute__((aligned(64)));
     if (bits == 4) expand4(small, made);
     else expand8(small, made);
-    int equal = 1;
+    int same = 1;
     for (int i = 0; i < 16; i++)
-        for (int k = 0; k < 32; k++) equal &= made[32 * i + k] == block[64 * (k / 2) + 2 * i + k % 2];
-    return equal;
+        for (int k = 0; k < 32; k++) same &= made[32 * i + k] == block[64 * (k / 2) + 2 * i + k % 2];
+    return same;
 }

@@ -80,7 +80,7 @@ class Llama:
         `attn.begin(batch)` has been called.  q, k and v reach `attn.forward` as views with a row stride of
         their own: the last two dimensions are contiguous, the first need not be.
         """
-        done = self.ops.decode(self, batch, attn)
+        done = self.ops.step(self, batch, attn)
         if done is not None:
             return done
         c = self.config

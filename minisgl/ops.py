@@ -75,12 +75,12 @@ class Ops:
     """The steps of a block as the model calls them, each the place where a device may fuse more.
 
     This one is plain torch.  `PackedOps` (ops_cpu) keeps weights in oneDNN's layout and lets its products do the
-    element-wise work on the way out, `AmxOps` (ops_amx) does whole decode steps in one call; `TritonOps`
+    element-wise work on the way out, `AmxOps` (ops_amx) does whole steps in one call; `TritonOps`
     (ops_triton) fuses norms, rotation and gating on a GPU.  Weights are those of `model_llama.Layer`, or what
     `pack` made of them.
     """
 
-    def decode(self, model: Llama, batch: ForwardBatch, attn: Attention) -> torch.Tensor | None:
+    def step(self, model: Llama, batch: ForwardBatch, attn: Attention) -> torch.Tensor | None:
         """What `model.forward` is to return, if this object can do this whole step at once; else None."""
         return None
 

@@ -1,16 +1,19 @@
-"""Decode steps in one call, on CPUs with AMX: `decode_amx.c`, compiled on first use.
+"""Steps in one call, on CPUs with AMX: `decode_amx.c`, compiled on first use.
 
-A decode step reads every weight once and computes little with it, so the memory's speed bounds it: 270 MB for the
-default model, 12 ms at the 22 GB/s of a small machine.  In torch it takes three times as long, most of it between the
-products.  The C file does the step whole; this module finds a compiler, keeps what it made in the cache (`load`), and
-hands over pointers (`AmxOps`):
+A decode step reads every weight once and computes little with it, so the memory's speed bounds it.  In torch it takes
+several times as long, most of it between the products.  The C file does the step whole; this module finds a compiler,
+keeps what it made in the cache (`load`), and hands over pointers (`AmxOps`):
 
-    Llama.forward --> AmxOps.decode   all sequences decode, attention is the paged one   -> decode_amx.c
+    Llama.forward --> AmxOps.step    attention is the paged one on a CPU      -> decode_amx.c
                           |
-                          '---------> None: any other step is computed in torch, block by block (`PackedOps`)
+                          '--------> None: the step is computed in torch, block by block (`PackedOps`)
 
-Both read the same packed weights and the same pool, and either may compute any step.  Results differ by rounding: the C
-step keeps in float32 what torch's separate operations round to bfloat16 in between.
+Both read the same packed weights and the same pool.  Results differ by rounding: the C step keeps in float32 what
+torch's separate operations round to bfloat16 in between.
+
+Weights that came from a quantised file are found again in 4 or 8 bits (decode_amx_weights.h): the same numbers to the
+last bit, beside the packed ones, which products of many rows still use.  270 MB to read per step become 107 for the
+default model, for 107 MB more memory.
 
 Needs Linux on x86-64, a C compiler (CC, or cc, gcc, clang on the path; only the first time) and bfloat16; where any of
 it is missing, `load` says what and the model runs in torch alone.  attention_backend="torch" asks for that.
@@ -56,7 +59,7 @@ MAX_LAYERS = 512
 
 
 class Unavailable(RuntimeError):
-    """Why decode steps are computed in torch, in one line."""
+    """Why steps are computed in torch, in one line."""
 
 
 # ---- the library -----------------------------------------------------------------------------------------------------
@@ -64,9 +67,9 @@ class Unavailable(RuntimeError):
 
 @functools.cache
 def load(cpuinfo: Path = Path("/proc/cpuinfo")) -> ctypes.CDLL:
-    """The compiled library, made first if the cache does not hold it (2 s).  Raises Unavailable."""
+    """The compiled library, made first if the cache does not hold it (4 s).  Raises Unavailable."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
-        raise Unavailable("the compiled decode step is for Linux on x86-64")
+        raise Unavailable("the compiled step is for Linux on x86-64")
     try:
         lines = (line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
         if missing := CPU_FLAGS - set(next(lines, "").split()):
@@ -81,14 +84,14 @@ def load(cpuinfo: Path = Path("/proc/cpuinfo")) -> ctypes.CDLL:
         raise Unavailable(str(error)) from error
     library.work_bytes.restype = c_int64
     library.work_bytes.argtypes = [c_void_p, c_int64, c_int64, c_int64]
-    library.decode_step.argtypes = [c_void_p, c_void_p]
+    library.compute_step.argtypes = [c_void_p, c_void_p]
     library.project.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64]
     library.project.restype = None
     library.small_bytes.restype = library.project_bytes.restype = c_int64
     library.project_bytes.argtypes = [c_int64, c_int64, c_int64]
     library.small_bytes.argtypes = [c_int64, c_int64]
     library.find.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int64]
-    library.allowed.restype = library.decode_step.restype = c_int
+    library.allowed.restype = library.compute_step.restype = c_int
     if not library.allowed():
         raise Unavailable("the kernel does not let this process use AMX")
     return library
@@ -142,7 +145,7 @@ def check(config: LlamaConfig, dtype: torch.dtype) -> None:
     """Raises Unavailable if the C file has not what this model needs."""
     c = config
     if dtype != torch.bfloat16:
-        raise Unavailable("the compiled decode step is for bfloat16")
+        raise Unavailable("the compiled step is for bfloat16")
     if c.head_dim not in HEAD_DIMS:
         raise Unavailable(f"head_dim {c.head_dim} is none of {HEAD_DIMS}")
     widths = c.hidden_size, c.intermediate_size
@@ -219,7 +222,7 @@ def in_blocks(weight: torch.Tensor, packed: torch.Tensor) -> bool:
 
 
 class AmxOps(PackedOps):
-    """`PackedOps` whose decode steps are one call; see the module.  For one model."""
+    """`PackedOps` whose steps are one call; see the module.  For one model."""
 
     def __init__(self, library: ctypes.CDLL):
         self._library = library
@@ -245,7 +248,7 @@ class AmxOps(PackedOps):
                 return _Matrix(at, small.data_ptr(), bits), small
         return _Matrix(at, None, 16), torch.empty(0)
 
-    def decode(self, model: Llama, batch: ForwardBatch, attn: Attention) -> torch.Tensor | None:
+    def step(self, model: Llama, batch: ForwardBatch, attn: Attention) -> torch.Tensor | None:
         if not isinstance(attn, CpuAttention):
             return None
         if self._model is None:
@@ -266,7 +269,7 @@ class AmxOps(PackedOps):
             batch.table.stride(0), longest, _pointer(rope, torch.float32), _pointer(kv), kv.shape[2], _pointer(out),
             work, threads,
         )  # fmt: skip
-        status = self._library.decode_step(described, ctypes.addressof(step))
+        status = self._library.compute_step(described, ctypes.addressof(step))
         if status == -1:
             raise IndexError(f"a token id is not in the vocabulary: {batch.input_ids.tolist()}")
         if status == -3:
@@ -294,7 +297,7 @@ class AmxOps(PackedOps):
             up: Any = layer.gate_up[1]
             if not all(self._in_blocks[weight.shape] for weight in (layer.qkv, layer.o, gate, up, layer.down)):
                 reason = "this oneDNN keeps the weights in another layout"
-                logging.getLogger("minisgl").info("decode steps are computed in torch: %s", reason)
+                logging.getLogger("minisgl").info("steps are computed in torch: %s", reason)
                 return ()
             gate, up = self._matrix(gate), self._matrix(up)
             if (gate.bits == 16) != (up.bits == 16):  # they are multiplied with the same x, in one of its two layouts
@@ -307,8 +310,8 @@ class AmxOps(PackedOps):
                 layer.qkv_bias, layer.o_bias, gate_bias, up_bias, layer.down_bias, layer.qk_norm,
             )  # fmt: skip
             values = chain(products, map(_pointer, others), [layer.window])
-            for (field, _), value in zip(_Layer._fields_, values, strict=True):
-                setattr(target, field, value)
+            for field, value in zip(_Layer._fields_, values, strict=True):
+                setattr(target, field[0], value)
         described = _Model(
             c.num_layers, c.vocab_size, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size,
             c.rms_norm_eps, _pointer(model.embed), _pointer(model.final_norm), ctypes.addressof(layers),

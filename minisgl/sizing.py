@@ -10,8 +10,8 @@ last bit, and with it now and then a greedy token, depends on how many other row
 takes that freedom away from prompts: a step that computes any is padded to a multiple of 256 rows.  With the fixed
 shapes of `attention_cpu` a prompt then gives the same bits whether it is computed whole, in chunks or behind a cached
 prefix, as long as chunks have at most 256 tokens (the default).  A decoded token's bits still depend on whether its
-step also computes prompts (where `ops_amx` computes, on nothing else in its step).  In float32 the last bit may differ
-as well, but that is 65,536 times smaller.
+step also computes prompts.  In float32 the last bit may differ as well, but that is 65,536 times smaller.  Where
+`ops_amx` computes, a token's bits depend on nothing else in its step, nor on chunks; it leaves padding out.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _times(
 def apply(plan: ComputePlan, model: Llama, attention_backend: str = "auto") -> None:
     """Make a freshly loaded model compute as planned.
 
-    With attention_backend="auto" decode steps are computed by compiled code where that is possible (`ops_amx`).
+    With attention_backend="auto" steps are computed by compiled code where that is possible (`ops_amx`).
     """
     if model.device.type == "cuda":
         try:
@@ -172,7 +172,7 @@ def _compiled_ops(model: Llama) -> Ops | None:
         ops_amx.check(model.config, model.dtype)
         return ops_amx.AmxOps(ops_amx.load())
     except ops_amx.Unavailable as reason:
-        logging.getLogger("minisgl").info("decode steps are computed in torch: %s", reason)
+        logging.getLogger("minisgl").info("steps are computed in torch: %s", reason)
         return None
 
 

@@ -1,4 +1,4 @@
-"""The compiled decode step: equal to the model in float32 but for rounding, for every option that it has; and what
+"""The compiled step: equal to the model in float32 but for rounding, for every option that it has; and what
 happens where it cannot be used."""
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Sequences:
         """Hidden states and the pool after a compiled step."""
         attention = self.attention(CpuAttention, torch.bfloat16)
         with torch.inference_mode():
-            hidden = self.ops.decode(self.model, batch or self.batch(), attention)
+            hidden = self.ops.step(self.model, batch or self.batch(), attention)
         assert hidden is not None
         return hidden, attention.pool.kv
 
@@ -250,7 +250,7 @@ def test_onednn_computes_the_same_after_a_step():
 def test_another_attention_is_left_to_torch():
     sequences = Sequences([30, 3])
     reference = sequences.attention(ReferenceAttention, torch.bfloat16)
-    assert sequences.ops.decode(sequences.model, sequences.batch(), reference) is None
+    assert sequences.ops.step(sequences.model, sequences.batch(), reference) is None
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def test_another_layout_of_the_weights_is_noticed(monkeypatch):
     monkeypatch.setattr(ops_amx, "in_blocks", lambda weight, packed: weight.shape != (128, 64))  # qkv's, lm_head's
     sequences = Sequences([30, 3])
     attention = sequences.attention(CpuAttention, torch.bfloat16)
-    assert sequences.ops.decode(sequences.model, sequences.batch(), attention) is None
+    assert sequences.ops.step(sequences.model, sequences.batch(), attention) is None
     hidden, _ = sequences.run_torch(sequences.model, CpuAttention)
     in_torch, _ = sequences.run_torch(sequences.packed, CpuAttention)
     assert torch.equal(hidden, in_torch)
@@ -480,7 +480,7 @@ def test_without_it_the_model_runs_in_torch(monkeypatch, caplog):
     with caplog.at_level("INFO", "minisgl"):
         sizing.apply(sizing.ComputePlan(torch.bfloat16, packed=True), model)
     assert type(model.ops) is PackedOps
-    assert "decode steps are computed in torch: there is no C compiler" in caplog.text
+    assert "steps are computed in torch: there is no C compiler" in caplog.text
 
 
 @needs_amx
@@ -504,3 +504,30 @@ def test_the_runtime_uses_it_unless_told_otherwise(tmp_path):
 
     ours, in_torch = (distance(generate("bfloat16", *x)) for x in (("auto", AmxOps), ("torch", PackedOps)))
     assert ours < max(0.03, 1.5 * in_torch), (ours, in_torch)
+
+
+@needs_amx
+def test_the_runtime_gives_the_same_bits_whatever_else_it_computes(tmp_path):
+    """One request after the other, all at once, in chunks, with a cached prefix or without.
+
+    Except where one token of a prompt is left for the last chunk: that is scheduled, and computed, as a decode.
+    """
+    folder = tiny_models.make("llama3", tmp_path)
+    shared = np.random.default_rng(0).integers(3, 250, 70).tolist()
+    prompts = [shared + np.random.default_rng(i).integers(3, 250, 3 + 29 * i).tolist() for i in range(5)]
+    params = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}
+
+    def generate(at_once: bool, **options) -> list[tuple[list, list]]:
+        with Runtime(str(folder), dtype="bfloat16", kv_capacity=2000, **options) as runtime:
+            assert type(runtime._engine.runner.model.ops) is AmxOps
+            ask = dict(sampling_params=params, return_logprob=True)
+            if at_once:
+                replies = runtime.generate(input_ids=prompts, **ask)
+            else:
+                replies = [runtime.generate(input_ids=prompt, **ask) for prompt in prompts]
+        return [(r["output_ids"], [x[0] for x in r["meta_info"]["output_token_logprobs"]]) for r in replies]
+
+    want = generate(False, radix_cache=False, chunk_size=-1)
+    assert generate(True) == want
+    assert generate(True, chunk_size=17) == want
+    assert generate(False, chunk_size=40) == want

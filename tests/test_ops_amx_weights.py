@@ -4,7 +4,9 @@ compiled library into the cache."""
 from __future__ import annotations
 
 import os
+import shutil
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,36 +135,44 @@ def test_a_step_with_small_weights_has_the_same_bits(monkeypatch, only):
 # ---- the cache -------------------------------------------------------------------------------------------------------
 
 
-def library_folder(cache):
-    (folder,) = (path for path in cache.glob("decode-amx-*") if path.is_dir())
-    return folder
+@pytest.fixture
+def compiled(fresh, monkeypatch, tmp_path):  # noqa: F811
+    """`fresh`'s load, after it has "compiled" once, and the folder with the library."""
+    library = Path(ops_amx.load()._name)
+    assert library.stat().st_mode & 0o077 == library.parent.stat().st_mode & 0o077 == 0
+
+    def copy(folder: Path) -> None:
+        shutil.copy(library, folder)
+        folder.chmod(0o700)
+
+    monkeypatch.setattr(ops_amx, "_compile", copy)  # which takes 4 s
+    fresh()
+    (folder,) = (path for path in (tmp_path / "cache").glob("decode-amx-*") if path.is_dir())
+    return fresh, folder
 
 
 @needs_amx
 @pytest.mark.parametrize("planted", ["library", "folder", "cache"])
-def test_a_library_that_others_could_have_put_there_is_not_loaded(fresh, tmp_path, planted):  # noqa: F811
-    fresh()
-    folder = library_folder(tmp_path / "cache")
-    assert folder.stat().st_mode & 0o077 == 0
+def test_a_library_that_others_could_have_put_there_is_not_loaded(compiled, planted):
+    load, folder = compiled
     {"library": folder / "decode.so", "folder": folder, "cache": folder.parent}[planted].chmod(0o777)
     with pytest.raises(Unavailable, match="can be written by others" if planted != "cache" else "everybody can write"):
-        fresh()
+        load()
 
 
 @needs_amx
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
-def test_a_library_of_someone_else_is_not_loaded(fresh, tmp_path):  # noqa: F811
-    fresh()
-    os.chown(library_folder(tmp_path / "cache") / "decode.so", 12345, 12345)
+def test_a_library_of_someone_else_is_not_loaded(compiled):
+    load, folder = compiled
+    os.chown(folder / "decode.so", 12345, 12345)
     with pytest.raises(Unavailable, match="belongs to someone else"):
-        fresh()
+        load()
 
 
 @needs_amx
-def test_libraries_of_other_versions_are_removed_a_month_after_their_last_use(fresh, tmp_path):  # noqa: F811
-    cache = tmp_path / "cache"
-    fresh()
-    folder = library_folder(cache)
+def test_libraries_of_other_versions_are_removed_a_month_after_their_last_use(compiled):
+    load, folder = compiled
+    cache = folder.parent
     month_ago = time.time() - 31 * 86400
     for name in ("decode-amx-old", "decode-amx-recent", "another-model"):
         (cache / name).mkdir()
@@ -170,7 +180,7 @@ def test_libraries_of_other_versions_are_removed_a_month_after_their_last_use(fr
         (cache / name / "decode.so").touch()
     for name in ("decode-amx-old", "another-model", folder.name):
         os.utime(cache / name, (month_ago, month_ago))
-    fresh()
+    load()
     assert sorted(path.name for path in cache.iterdir() if path.is_dir()) == sorted(
         ["another-model", "decode-amx-recent", folder.name]
     )
