@@ -111,15 +111,10 @@ def _svg(nodes: list[Node], name: str) -> str:
         f'<path d="M0 0H{width}V{height}H0z" fill="#fff"/>',  # its own paper: a dark notebook shows the same
     ]
     for node in nodes:
-        for before, dash in [(node.previous, ""), *((i, ' stroke-dasharray="4 3"') for i in node.inputs)]:
-            if before is not None:
-                x1, y1 = left[before] + _WIDTH / 2, top[before] + _HEIGHT
-                x2, y2 = left[node.id] + _WIDTH / 2, top[node.id]
-                middle = (y1 + y2) / 2
-                parts.append(
-                    f'<path d="M{x1:g},{y1} C{x1:g},{middle:g} {x2:g},{middle:g} {x2:g},{y2 - 6}" fill="none" '
-                    f'stroke="#667"{dash}/><path d="M{x2 - 4:g},{y2 - 8}h8l-4,8z" fill="#667"/>'
-                )
+        x, y = left[node.id], top[node.id]
+        if node.previous is not None:
+            parts.append(_follows(left[node.previous], top[node.previous], x, y))
+        parts += [_uses(left[before], top[before], x, y) for before in node.inputs]
     for node in nodes:
         color = _COLORS.get(node.kind, "#ffffff")
         label = " ".join(node.label.split())
@@ -132,3 +127,25 @@ def _svg(nodes: list[Node], name: str) -> str:
             f'<text x="{x + 8}" y="{y + 27}">{escape(label)}</text></g>'
         )
     return "".join([*parts, "</svg>"])
+
+
+def _follows(x1: float, y1: float, x2: float, y2: float) -> str:
+    """From the foot of a node (its left and upper edge are given) to the head of the one that follows it."""
+    x1, x2, y1 = x1 + _WIDTH / 2, x2 + _WIDTH / 2, y1 + _HEIGHT
+    middle = (y1 + y2) / 2
+    return (
+        f'<path d="M{x1:g},{y1} C{x1:g},{middle:g} {x2:g},{middle:g} {x2:g},{y2 - 6}" fill="none" stroke="#667"/>'
+        f'<path d="M{x2 - 4:g},{y2 - 8}h8l-4,8z" fill="#667"/>'
+    )
+
+
+def _uses(x1: float, y1: float, x2: float, y2: float) -> str:
+    """Dashed, from a node's side to the right side of one that uses its value, through the gaps between the lanes."""
+    y1, y2 = y1 + _HEIGHT / 2, y2 + _HEIGHT / 2
+    leftwards = x1 > x2
+    side, bend = (x1, x1 - 26) if leftwards else (x1 + _WIDTH, x1 + _WIDTH + 26)
+    x2 += _WIDTH
+    return (
+        f'<path d="M{side:g},{y1:g} C{bend:g},{y1:g} {max(bend, x2 + 20):g},{y2:g} {x2 + 6:g},{y2:g}" fill="none" '
+        f'stroke="#667" stroke-dasharray="4 3"/><path d="M{x2 + 8:g},{y2 - 4:g}v8l-8,-4z" fill="#667"/>'
+    )

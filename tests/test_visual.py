@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import time
 import xml.etree.ElementTree as ET
 
@@ -379,6 +380,45 @@ def test_schedule_picture_says_who_ran_when():
     root = parse(ScheduleView(without_times, steps=(-1, 2)).svg())
     assert not [r for r in root.iter(SVG + "rect") if r.get("data-lane")]
     assert [g.get("data-request") for g in root.iter(SVG + "g") if g.get("data-request")] == ["a", "b"]
+
+
+def test_what_the_host_does_is_told_apart_by_place_and_named_in_the_legend():
+    for queued in (True, False):
+        root = parse(ScheduleView(step_events(queued)).svg())
+        lanes = [r for r in root.iter(SVG + "rect") if r.get("data-lane") not in (None, "device")]
+        looks = {(r.get("data-lane"), r.get("y"), r.get("height")) for r in lanes}
+        kinds = ["commit", "form", "launch"] if queued else ["commit", "form"]
+        assert sorted(kind for kind, _, _ in looks) == kinds  # one look for each
+        assert len({(y, height) for _, y, height in looks}) == len(kinds)
+        legend = " ".join(root.itertext())
+        assert "forms a batch" in legend and ("launches" in legend) == queued == ("waits" in legend)
+
+
+def test_pictures_can_stand_in_one_page():
+    """No ids, which would have to be unique there, and no style that another element of the page could match."""
+    pictures = [figure4().svg(), figure4().svg(7), ScheduleView(step_events(True)).svg()]
+    pictures.append(GrammarView("a|bc", text="b").svg())
+    assert all("×" in svg for svg in pictures[:2])  # with hatched nodes
+    for svg in pictures:
+        root = parse(svg)
+        assert not [e for e in root.iter() if "id" in e.attrib] and "url(#" not in svg
+        (style,) = root.iter(SVG + "style")
+        selectors = re.findall(r"([^{};]+)\{[^{}]*\}", (style.text or "").partition("{")[2])
+        assert selectors and all(re.fullmatch(r"\.mv-[fs]-[\w-]+", s) for s in selectors)
+
+
+def test_the_hatching_stays_inside_its_node():
+    root = parse(figure4().svg(7))
+    seen = 0
+    for group in root.iter(SVG + "g"):
+        if group.get("data-state") == "evicted":
+            rect, hatch = group.find(SVG + "rect"), group.find(SVG + "path")
+            assert rect is not None and hatch is not None
+            x, y, w, h = (float(rect.get(name) or "nan") for name in ("x", "y", "width", "height"))
+            points = re.findall(r"[ML](\S+?) ([-\d.]+)", hatch.get("d") or "")
+            assert points and all(x <= float(a) <= x + w and y <= float(b) <= y + h for a, b in points)
+            seen += 1
+    assert seen
 
 
 def test_idle_times_are_cut_short():

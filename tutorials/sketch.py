@@ -87,7 +87,7 @@ def lines(
 def timeline(
     lanes: Mapping[str, Sequence[tuple[float, float, str, str]]], title: str, unit: str = "", width: float = 760
 ) -> Sketch:
-    """Lanes of spans (start, end, kind, label): a colour for each kind, named in a legend below."""
+    """Lanes of spans (start, end, kind, label): each kind has a colour and a height, named in a legend below."""
     kinds = list(dict.fromkeys(kind for spans in lanes.values() for _, _, kind, _ in spans))
     left = 24 + max(len(name) for name in lanes) * _CHAR
     end = max((span[1] for spans in lanes.values() for span in spans), default=1.0)
@@ -100,8 +100,9 @@ def timeline(
         for start, stop, kind, label in spans:
             number = kinds.index(kind) % len(PALETTE)
             at, size = left + start * scale, (stop - start) * scale
+            tall = _tall(number, height)
             body.append(
-                f'<rect x="{at:.1f}" y="{top}" width="{max(size, 0.5):.1f}" height="{height}" '
+                f'<rect x="{at:.1f}" y="{top + (height - tall) / 2:g}" width="{max(size, 0.5):.1f}" height="{tall}" '
                 f'fill="{PALETTE[number]}" stroke="#ffffff" stroke-width="0.7"/>'
             )
             if label and len(label) * _CHAR < size:
@@ -115,10 +116,19 @@ def timeline(
     body.append(_text(width - 10, bottom + 30, unit, "end"))
     at = left
     for i, kind in enumerate(kinds):
-        body.append(f'<rect x="{at:.0f}" y="{bottom + 28}" width="12" height="12" fill="{PALETTE[i % len(PALETTE)]}"/>')
+        tall = _tall(i, 16)
+        body.append(
+            f'<rect x="{at:.0f}" y="{bottom + 34 - tall / 2:g}" width="12" height="{tall}" '
+            f'fill="{PALETTE[i % len(PALETTE)]}"/>'
+        )
         body.append(_text(at + 17, bottom + 38, kind))
         at += 34 + len(kind) * _CHAR
     return Sketch(body, width, bottom + 50, title)
+
+
+def _tall(number: int, height: int) -> int:
+    """The height of a kind's bars: it tells neighbouring kinds apart where colour does not."""
+    return height if number % 2 == 0 else round(height * 0.62)
 
 
 class _Axis:
