@@ -323,7 +323,7 @@ class Dispatcher:
                     self._submit([submission])
             return
         wanted = [(s, ids) for s, ids in zip(submissions, rows) if s.job is None or not s.job.cancelled]
-        prepared = self._prepare_plain([(s, ids[0]) for s, ids in wanted if s.plain])
+        prepared = self._prepare_plain([(s, ids[0]) for s, ids in wanted if s.plain and s.runtime is runtime])
         requests = []
         for submission, ids in wanted:
             try:

@@ -66,6 +66,7 @@ def run_figures(run: SuiteRun) -> dict[str, Any]:
         "output_tokens": output,
         "output_tokens_per_s": output / run.seconds,
         "forced_tokens": sum(entry.forced for entry in asked),
+        "steps": run.steps,
         **percentiles("ttft_ms", [entry.ttft * 1000 for entry in asked if entry.ttft is not None]),
         **percentiles("latency_ms", [entry.latency * 1000 for entry in asked]),
         **percentiles("ms_per_output_token", _per_token(asked)),
@@ -79,6 +80,7 @@ def variant_figures(run: SuiteRun, full: SuiteRun, tolerance: float) -> dict[str
     return {
         "seconds": run.seconds,
         "speedup": run.seconds / full.seconds,
+        "steps": run.steps,
         "hit_rate": hit_rate(run.entries).achieved,
         "accuracy": run.right,
         "outputs_different": equality.different,

@@ -43,7 +43,10 @@ KV, KV_QUICK = 40_960, 16_384  # tokens in a KV pool on a CPU: nothing has to be
 
 @dataclass
 class SuiteRun:
-    """A workload on one variant.  results: what each program returned (output ids where there are no programs)."""
+    """A workload on one variant.
+
+    results: what each program returned (output ids where there are no programs).  steps: the engine's forward steps.
+    """
 
     seconds: float
     entries: list[Entry]
@@ -51,6 +54,7 @@ class SuiteRun:
     log: Log
     right: float | None = None
     equality: Equality | None = None
+    steps: int = 0
 
 
 @dataclass
@@ -141,7 +145,10 @@ def _one(outcome: Outcome, name: str, work: Any, variant: Variant, runtime: Any,
     runs = []
     for _ in range(reps):
         runtime.flush_cache()
-        runs.append(execute(runtime, work, variant, f"{name}, {variant.name}"))
+        before = runtime.stats()["steps"]
+        run = execute(runtime, work, variant, f"{name}, {variant.name}")
+        run.steps = runtime.stats()["steps"] - before
+        runs.append(run)
     run = sorted(runs, key=lambda run: run.seconds)[(reps - 1) // 2]
     full = outcome.runs[name].get("full")
     if full is not None:
