@@ -70,9 +70,13 @@ class Batch:
         hook = self._body_waits
         for state in states:
             state._executor.program.on_wait = hook
-        self._add_threads(1)
-        if threads > 1:
-            threading.Thread(target=self._grow, name="minisgl-batch", daemon=True).start()
+        try:
+            self._add_threads(1)
+            if threads > 1:
+                threading.Thread(target=self._grow, name="minisgl-batch", daemon=True).start()
+        except BaseException as error:  # Ctrl-C while a thread begins, or the system has none: nobody would wait
+            self.abort(error)
+            raise
 
     def _add_threads(self, count: int) -> None:
         with self._lock:
@@ -135,6 +139,14 @@ class Batch:
 
     def wait(self) -> list[ProgramState]:
         """All states, when all have ended; the first failure as soon as it happens (the other programs go on)."""
+        try:
+            return self._wait_for_all()
+        except (KeyboardInterrupt, SystemExit) as error:
+            if error is not self._failed:  # not a program's own: Ctrl-C, at whatever moment
+                self.abort(error)
+            raise
+
+    def _wait_for_all(self) -> list[ProgramState]:
         told = 0
         while True:
             enough = told if self._every else len(self.states) - 1

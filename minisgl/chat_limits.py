@@ -6,8 +6,8 @@ times). So here
 
     time     every block, call, filter, test and loop condition passes a gate that looks at the clock: SECONDS in all,
              of the thread's own work
-    size     what multiplies (`*` `**` `+` `~` `%`, padding, replacing, joining) is worked out before it is done: LONGEST
-             characters or items in one value, and in the rendered text
+    size     what multiplies (`*` `**` `+` `~` `%`, padding, replacing, joining) is worked out before it is done: up to
+             LONGEST characters or items in one value, and in the rendered text
 
 This is for templates that are wrong, and for most that are malicious. It is no wall: a list that contains a list ten
 times that contains a list ten times ... has few items and endless text. Take models from people whom you trust.
@@ -19,7 +19,7 @@ import functools
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any
 
 import jinja2
@@ -60,6 +60,17 @@ class _Gated(jinja2.compiler.CodeGenerator):
         self.write("))")
 
 
+_NEVER = float("inf")
+
+
+class _Clock(threading.local):
+    """Of what this thread renders: when it must be done, and how often it passed the gate (which asks the system for
+    the time now and then only: that takes longer than most of what a template does)."""
+
+    end = _NEVER
+    passed = 0
+
+
 class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """A sandbox with limits; one for any number of threads."""
 
@@ -68,7 +79,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any):
         super().__init__(**options)
-        self._clock = threading.local()
+        self._clock = _Clock()
         self.globals.pop("lipsum", None)  # as much nonsense as is asked for, without passing any gate
         self.tests.update({name: self._gated(test) for name, test in self.tests.items()})
         self.filters.update({name: self._filter(name, do) for name, do in {**self.filters, **filters}.items()})
@@ -83,11 +94,13 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
                 length += len(piece)
                 _check_length(length)
         finally:
-            del self._clock.end
+            self._clock.end = _NEVER
         return "".join(found)
 
     def gate(self) -> bool:
-        if time.thread_time() > getattr(self._clock, "end", float("inf")):
+        clock = self._clock
+        clock.passed += 1
+        if not clock.passed & 31 and time.thread_time() > clock.end:
             raise LimitError(f"it takes longer than {SECONDS:g} s")
         return True
 
@@ -137,7 +150,9 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return limited
 
 
-_NUMERIC = frozenset(("default", "d", "int", "float", "round", "sum", "filesizeformat", "abs", "max", "min", "truncate"))
+_NUMERIC = frozenset(  # filters whose numbers make nothing long
+    ("abs", "d", "default", "filesizeformat", "float", "int", "max", "min", "round", "sum", "truncate")
+)
 
 
 def _check_length(length: int) -> None:
@@ -148,13 +163,13 @@ def _check_length(length: int) -> None:
 def _check_operation(operator: str, left: Any, right: Any) -> None:
     if operator == "*":
         for value, times in ((left, right), (right, left)):
-            if isinstance(value, (str, bytes, list, tuple)) and isinstance(times, int):
+            if isinstance(value, Sized) and isinstance(times, int):
                 _check_length(len(value) * times)
         if isinstance(left, int) and isinstance(right, int):
             _check_digits(left.bit_length() + right.bit_length())
     elif operator == "**" and isinstance(left, int) and isinstance(right, int):
         _check_digits(left.bit_length() * max(right, 0))
-    elif operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
+    elif operator == "+" and isinstance(left, Sized) and isinstance(right, Sized):
         _check_length(len(left) + len(right))
     elif operator == "%" and isinstance(left, (str, bytes)):
         _check_width(left if isinstance(left, str) else left.decode("latin-1"), right)
@@ -168,9 +183,8 @@ def _check_digits(bits: int) -> None:
 def _check_width(text: str, values: Any) -> None:
     """Format strings, `%99999d` or `{:99999}`, and their `*` or nested fields."""
     given = values if isinstance(values, tuple) else (values,)
-    if _NUMBER.search(text) or ("*" in text or "{" in text) and any(
-        isinstance(value, int) and abs(value) > _WIDTH for value in given
-    ):
+    widest = max((abs(value) for value in given if isinstance(value, int)), default=0)
+    if _NUMBER.search(text) or (widest > _WIDTH and ("*" in text or "{" in text)):
         raise LimitError(f"it formats to a width over {_WIDTH}")
 
 
@@ -201,5 +215,5 @@ def _check_growth(name: str, value: Any, given: tuple[Any, ...]) -> None:
         width = given[0] if given else 4
         _check_length(len(value) + (value.count("\n") + 1) * (width if isinstance(width, int) else len(str(width))))
     elif name == "translate":
-        widest = max((len(v) for g in given if isinstance(g, dict) for v in g.values() if isinstance(v, str)), default=1)
-        _check_length(len(value) * widest)
+        tables = [table for table in given if isinstance(table, dict)]
+        _check_length(len(value) * max((len(v) for t in tables for v in t.values() if isinstance(v, str)), default=1))

@@ -101,8 +101,11 @@ class Engine:
 
         self._post(run, ignore_dead=True)
 
-    def call(self, function: Callable[[], Any]) -> Any:
-        """Run `function` on the engine's thread between two steps and return its result."""
+    def call(self, function: Callable[[], Any], *, writes: bool = False) -> Any:
+        """Run `function` on the engine's thread between two steps and return its result.
+
+        writes: it changes tree or scheduler: should it fail half-way they cannot be trusted, as after a failed step.
+        """
         if threading.current_thread() is self._thread:  # a callback of a request, which must not wait for itself
             return function()
         future: Future[Any] = Future()
@@ -112,6 +115,8 @@ class Engine:
                 future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
+                if writes:
+                    raise
 
         self._post(run)
         return future.result()
@@ -370,12 +375,13 @@ class Engine:
                 self._ended(request)
 
     def _ended(self, request: Request) -> None:
-        if self._live.pop(request.rid, None) is None:
+        if self._live.get(request.rid) is not request:
             return
         request.ended = time.perf_counter()
         self.counters.requests += 1
         self.counters.prompt_tokens += request.prompt_len
         self.counters.cached_tokens += request.cached_tokens or 0
+        del self._live[request.rid]  # from here on nobody else would tell it
         try:
             request.sink.end()
         except Exception as error:  # as in `_deliver`: its text cannot be completed, say
@@ -396,10 +402,7 @@ class Engine:
         self.scheduler.drop_all(str(self._wrap(error)))
         for request in list(self._live.values()):
             self._fail(request, self._wrap(error))
-        cause: BaseException | None = error
-        while cause is not None:  # whoever keeps the error keeps its frames: let go of the tensors in them
-            traceback.clear_frames(cause.__traceback__)
-            cause = cause.__cause__ or cause.__context__
+        _clear_frames(error)
 
     def _die(self, error: BaseException) -> None:
         with self._lock:
@@ -416,6 +419,7 @@ class Engine:
                     action()
         for request in list(self._live.values()):
             self._fail(request, self._wrap(self._dead))
+        _clear_frames(error)
 
     @staticmethod
     def _wrap(error: BaseException) -> EngineError:
@@ -427,6 +431,14 @@ class Engine:
             failed = EngineError(f"the engine failed: {type(error).__name__}: {error}")
             failed.__cause__ = error
         return failed
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Whoever keeps an error keeps its frames: let go of the tensors in them."""
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
 
 
 def _tell(request: Request, error: BaseException) -> None:

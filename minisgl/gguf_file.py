@@ -164,12 +164,12 @@ class GGUFFile:
                 continue
             try:
                 array = np.require(dequantize(tensor.data, tensor.tensor_type), requirements="W")
-            except Exception as error:  # NotImplementedError for a type, ValueError for a short buffer
+                if self.architecture == "llama" and ".attn_q." in name:
+                    array = _halves_from_pairs(array, heads)
+                elif self.architecture == "llama" and ".attn_k." in name:
+                    array = _halves_from_pairs(array, kv_heads)
+            except Exception as error:  # NotImplementedError for a type, ValueError for a shape that isn't the heads'
                 raise ModelError(f"{self.path}: cannot dequantise {name}: {error}") from error
-            if self.architecture == "llama" and ".attn_q." in name:
-                array = _halves_from_pairs(array, heads)
-            elif self.architecture == "llama" and ".attn_k." in name:
-                array = _halves_from_pairs(array, kv_heads)
             yield _hf_name(name), array
 
     def write_tokenizer(self, folder: Path) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # of scalars, by type number
 _STRING, _ARRAY = 8, 9
 _UINT32 = 4
-MAX_ELEMENTS = 4_000_000  # of all arrays: the reader makes an object of each; a vocabulary of 256k has about 1.5 million
+MAX_ELEMENTS = 4_000_000  # of all arrays: the reader makes an object of each; a vocabulary of 256k has 1.5 million
 MAX_DIMS = 4  # GGML's
 
 

@@ -109,14 +109,14 @@ def load_model(
     kind = _dtype(dtype, source.config, device)
     try:
         llama = Llama(source.config, kind, device)
+        if source.dummy:
+            llama.init_dummy(seed)
+        elif source.gguf is not None:
+            llama.load(_gguf_weights(source.gguf))
+        else:
+            llama.load(_safetensors_weights(source.folder))
     except (ArithmeticError, MemoryError, RuntimeError) as error:  # torch's out of memory is a RuntimeError
         raise ModelError(f"a model of the sizes in config.json cannot be made here: {error}") from error
-    if source.dummy:
-        llama.init_dummy(seed)
-    elif source.gguf is not None:
-        llama.load(_gguf_weights(source.gguf))
-    else:
-        llama.load(_safetensors_weights(source.folder))
     has_tokenizer = any((source.folder / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
     folder = source.folder if has_tokenizer else None
     return LoadedModel(source.name, source.config, llama, folder, source.eos_token_ids)

@@ -373,14 +373,11 @@ class _Parser:
         return self.code_point(digits)
 
     def utf16(self) -> Ranges:
-        """ECMA's \\uXXXX; two of them may be one character."""
-        digits = self.pattern[self.at : self.at + 4]
+        """ECMA's \\uXXXX; two of them may be one character there, and are two that no text has in Python."""
         pair = re.compile(r"[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}").match(self.pattern, self.at)
-        if not pair:
-            return self.hexadecimal(4)
-        self.at = pair.end()
-        high, low = int(digits, 16), int(pair[0][6:], 16)
-        return single(chr(0x10000 + ((high - 0xD800) << 10) + (low - 0xDC00)))
+        if pair:
+            raise self.refuse("a pair of surrogate escapes, on which dialects disagree (write the character itself)")
+        return self.hexadecimal(4)
 
     def code_point(self, digits: str) -> Ranges:
         if not digits or not all(c in string.hexdigits for c in digits) or int(digits, 16) > 0x10FFFF:

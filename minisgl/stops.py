@@ -288,7 +288,7 @@ def compile_pattern(text: str) -> regex.Pattern[str]:
     or that is too big: `regex` writes the body of {n} down n times, so that a few nested ones fill any memory."""
     shown = repr(text if len(text) <= 80 else text[:80] + "...")
     if _unrolled(text) > MAX_UNROLLED:
-        raise ValueError(f"stop_regex must be a pattern of at most {MAX_UNROLLED} parts, counts written out, got {shown}")
+        raise ValueError(f"stop_regex must be a pattern of {MAX_UNROLLED} parts at most, written out, got {shown}")
     try:
         compiled = regex.compile(text)
         matches_nothing = compiled.fullmatch("", timeout=REGEX_TIMEOUT) is not None

@@ -97,7 +97,7 @@ class PointByPoint:
 
     def count(self) -> int:
         """How many points there are."""
-        hook = _Hook(None, Fault)
+        hook = Hook(None, Fault)
         self._install(hook)
         self._work()
         self._install(None)
@@ -108,7 +108,7 @@ class PointByPoint:
 
     def try_point(self, k: int, kind: type[BaseException]) -> str:
         """Returns "told", "dead" or "passed" (the point was not reached this time); AssertionError if it went wrong."""
-        hook = _Hook(k, kind)
+        hook = Hook(k, kind)
         try:
             self._install(hook)
             results = self._work()
@@ -159,7 +159,7 @@ class PointByPoint:
         return {"points": total, "tried": len(chosen), "places": len(self.places), **outcomes, "failures": failures}
 
 
-class _Hook:
+class Hook:
     """Raises `kind` at the k-th call of a function, except in those that wake a waiter.  k: None, only count."""
 
     def __init__(self, k: int | None, kind: type[BaseException]):

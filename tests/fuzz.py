@@ -15,6 +15,7 @@ The tests (`test_fuzz_*.py`) run the same targets briefly and always with the sa
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 import traceback
 from collections import Counter
@@ -67,7 +68,7 @@ def campaign(target: Target, examples: int, number: int | None = None, shrink: b
 
     @settings(
         max_examples=examples, deadline=None, database=None, derandomize=number is None, phases=phases,
-        suppress_health_check=list(HealthCheck), print_blob=False,
+        suppress_health_check=[*HealthCheck], print_blob=False,  # pyright: ignore
     )  # fmt: skip
     @given(target.inputs)
     def run(value: Any) -> None:
@@ -78,9 +79,9 @@ def campaign(target: Target, examples: int, number: int | None = None, shrink: b
 
 
 def targets() -> dict[str, Target]:
-    from . import fuzz_chat, fuzz_files, fuzz_grammars
+    from . import fuzz_chat, fuzz_files, fuzz_grammars, fuzz_output
 
-    found = [*fuzz_grammars.TARGETS, *fuzz_files.TARGETS, *fuzz_chat.TARGETS]
+    found = [*fuzz_grammars.TARGETS, *fuzz_files.TARGETS, *fuzz_chat.TARGETS, *fuzz_output.TARGETS]
     return {target.name: target for target in found}
 
 
@@ -128,6 +129,7 @@ def main() -> int:
             while time.monotonic() < end:
                 results += campaign(target, 100, number)
                 number += 1
+                gc.collect()  # Hypothesis keeps a campaign's inputs in cycles, files of megabytes among them
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise

@@ -1,4 +1,4 @@
-"""Hostile chats: messages of every wrong shape, and templates that never end, grow without end, or reach for the system.
+"""Hostile chats: messages of every wrong shape; templates that never end, grow without end, or reach for the system.
 
 What must hold: a text, or one line of ChatTemplateError; within the template's budget of time and size.
 """
@@ -55,12 +55,15 @@ def _deep(levels: int) -> Any:
 
 _SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.binary(max_size=3),
-    st.sampled_from(["user", "assistant", "system", "tool", "", "\ud800", "{{ 1 }}", "<|im_end|>", "\x00", _Role.USER, object(), 1j, {1}, print]),
-    st.builds(_Hostile), st.builds(_cycle), st.builds(_deep, st.sampled_from([3, 2000])), st.builds(_Message, st.just("user"), st.just("x")),
+    st.sampled_from(["user", "assistant", "system", "tool", "", "\ud800", "{{ 1 }}", "<|im_end|>", "\x00", _Role.USER,
+        object(), 1j, {1}, print]),
+    st.builds(_Hostile), st.builds(_cycle), st.builds(_deep, st.sampled_from([3, 2000])), st.builds(_Message,
+        st.just("user"), st.just("x")),
 )  # fmt: skip
 _ANY = st.recursive(
     _SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "text", "type", "name", "tool_calls"]), inner, max_size=4)
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "text", "type",
+        "name", "tool_calls"]), inner, max_size=4)
     | st.dictionaries(st.integers() | st.none() | st.tuples(st.integers()), inner, max_size=2),
     max_leaves=5,
 )  # fmt: skip
@@ -68,8 +71,10 @@ _MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "system"]) | _ANY},
     optional={"content": st.text(max_size=8) | _ANY, "tool_calls": _ANY, "name": _ANY, "x": _ANY},
 )
-_TEMPLATES = st.sampled_from([CHAT, PLAIN_TEMPLATE, "{{ messages | tojson }}{{ tools | tojson }}", "{% for m in messages %}{{ m.content | trim }}{{ m.content[0].text }}{% endfor %}",
-                              "{{ messages }}", "{% for m in messages %}{{ m['content'].split('x')[-1] }}{% endfor %}"])  # fmt: skip
+_TEMPLATES = st.sampled_from([CHAT, PLAIN_TEMPLATE, "{{ messages | tojson }}{{ tools | tojson }}",
+    "{% for m in messages %}{{ m.content | trim }}{{ m.content[0].text }}{% endfor %}",
+                              "{{ messages }}",
+                                  "{% for m in messages %}{{ m['content'].split('x')[-1] }}{% endfor %}"])  # fmt: skip
 
 
 def _guarded(render: Any, *args: Any, **kwargs: Any) -> str:
@@ -90,45 +95,68 @@ def check_messages(given: tuple[str, Any, dict[str, Any]]) -> str:
 
 _OPTIONS = st.fixed_dictionaries({}, optional={
     "add_generation_prompt": st.booleans(), "tools": st.none() | st.lists(_ANY, max_size=2), "documents": _ANY,
-    "continue_final_message": st.booleans(), "enable_thinking": _ANY, "bos_token": _ANY, "messages_": _ANY})  # fmt: skip
+    "continue_final_message": st.booleans(), "enable_thinking": _ANY, "bos_token": _ANY,
+        "messages_": _ANY})  # fmt: skip
 
 # ---- templates
 
 BOMBS = [
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "{% for a in range(999) %}{% for b in range(999) %}{% for c in range(999) %}{% endfor %}{% endfor %}{% endfor %}",
     "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(200) }}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{{ 'a' * 10 ** 10 }}", "{{ 10 ** 10 ** 10 }}", "{{ 'abc'.center(10 ** 10) }}", "{{ '%9999999999d' % 1 }}", "{{ '%*d' % (9999999999, 1) }}",
-    "{{ '{:9999999999}'.format(1) }}", "{{ '{:{w}}'.format(1, w=9999999999) }}", "{{ 'x' | center(9999999999) }}", "{{ [0] * 9999999999 }}",
+    "{{ 'a' * 10 ** 10 }}", "{{ 10 ** 10 ** 10 }}", "{{ 'abc'.center(10 ** 10) }}", "{{ '%9999999999d' % 1 }}",
+        "{{ '%*d' % (9999999999, 1) }}",
+    "{{ '{:9999999999}'.format(1) }}", "{{ '{:{w}}'.format(1, w=9999999999) }}", "{{ 'x' | center(9999999999) }}",
+        "{{ [0] * 9999999999 }}",
     "{% set ns = namespace(t='ab') %}{% for i in range(60) %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}{{ ns.t }}",
     "{% set ns = namespace(t='ab') %}{% for i in range(60) %}{% set ns.t = ns.t + ns.t %}{% endfor %}{{ ns.t }}",
     "{% set ns = namespace(t=9) %}{% for i in range(60) %}{% set ns.t = ns.t * ns.t %}{% endfor %}{{ ns.t }}",
-    "{% set ns = namespace(t=[1]) %}{% for i in range(60) %}{% set ns.t = ns.t + ns.t %}{% endfor %}{{ ns.t | length }}",
-    "{% set x = 'ab' * 100000 %}{{ x.replace('a', x).replace('a', x) }}", "{% set x = 'ab' * 100000 %}{{ x | replace('a', x) | length }}",
-    "{% set x = 'a' * 1000000 %}{{ x.join('b' * 1000000) | length }}", "{% set x = 'a' * 1000000 %}{{ (['b'] * 1000000) | join(x) | length }}",
-    "{{ '\\n' * 1000000 | indent(1000000) }}", "{{ ('\\n' * 1000000) | indent(10000) }}", "{{ [[0] * 1000] * 1000 | tojson(indent=99999999) }}",
-    "{% for x in range(99999) if x not in range(99999) | list %}{% endfor %}", "{{ range(99999) | select('in', range(99999) | list) | list | length }}",
-    "{{ range(10 ** 9) | list }}", "{{ lipsum }}", "{{ (1).to_bytes(9999999999, 'big') }}", "{{ 'x\\t' * 1000 }}{{ ('\\t' * 100000).expandtabs(9999999) }}",
-    "{{ cycler }}{% set c = cycler(1, 2) %}{% for i in range(99999) %}{{ c.next() * 9999 }}{% endfor %}", "{{ 'a' | batch(9999999999, 'x') | list }}", "{{ 'a' | slice(9999999999) | list }}",
-    "{{ joiner() }}{% set j = joiner('x' * 1000000) %}{% for i in range(99999) %}{{ j() }}{% endfor %}", "{% raw %}" + "x" * 100, "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
-    "{% if 1 %}" * 500 + "{% endif %}" * 500, "{% for i in messages recursive %}{{ loop(messages) }}{% endfor %}", "{% set a %}" + "{% for i in range(99999) %}x{{ i }}{% endfor %}" * 20 + "{% endset %}{{ a * 1000 }}",
-    "{% filter upper %}{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}{% endfilter %}", "{% call(x) f() %}{% endcall %}",
-    "{{ strftime_now('%Y' * 100000) }}", "{{ strftime_now('%9999999999Y') }}", "{{ raise_exception('a\\nb') }}", "{{ raise_exception('x' * 1000000) }}", "{{ (range(99999) | list) * 200 | sort }}",
+    "{% set ns = namespace(t=[1]) %}{% for i in range(60) %}{% set ns.t = ns.t + ns.t %}{% endfor %}{{ ns.t|length }}",
+    "{% set x = 'ab' * 100000 %}{{ x.replace('a', x).replace('a', x) }}",
+        "{% set x = 'ab' * 100000 %}{{ x | replace('a', x) | length }}",
+    "{% set x = 'a' * 1000000 %}{{ x.join('b' * 1000000) | length }}",
+        "{% set x = 'a' * 1000000 %}{{ (['b'] * 1000000) | join(x) | length }}",
+    "{{ '\\n' * 1000000 | indent(1000000) }}", "{{ ('\\n' * 1000000) | indent(10000) }}",
+        "{{ [[0] * 1000] * 1000 | tojson(indent=99999999) }}",
+    "{% for x in range(99999) if x not in range(99999) | list %}{% endfor %}",
+        "{{ range(99999) | select('in', range(99999) | list) | list | length }}",
+    "{{ range(10 ** 9) | list }}", "{{ lipsum }}", "{{ (1).to_bytes(9999999999, 'big') }}",
+        "{{ 'x\\t' * 1000 }}{{ ('\\t' * 100000).expandtabs(9999999) }}",
+    "{{ cycler }}{% set c = cycler(1, 2) %}{% for i in range(99999) %}{{ c.next() * 9999 }}{% endfor %}",
+        "{{ 'a' | batch(9999999999, 'x') | list }}", "{{ 'a' | slice(9999999999) | list }}",
+    "{{ joiner() }}{% set j = joiner('x' * 1000000) %}{% for i in range(99999) %}{{ j() }}{% endfor %}",
+        "{% raw %}" + "x" * 100, "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+    "{% if 1 %}" * 500 + "{% endif %}" * 500, "{% for i in messages recursive %}{{ loop(messages) }}{% endfor %}",
+        "{% set a %}" + "{% for i in range(99999) %}x{{ i }}{% endfor %}" * 20 + "{% endset %}{{ a * 1000 }}",
+    "{% filter upper %}{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}{% endfilter %}",
+    "{% call(x) f() %}{% endcall %}",
+    "{{ strftime_now('%Y' * 100000) }}", "{{ strftime_now('%9999999999Y') }}", "{{ raise_exception('a\\nb') }}",
+        "{{ raise_exception('x' * 1000000) }}", "{{ (range(99999) | list) * 200 | sort }}",
 ]  # fmt: skip
 ESCAPES = [
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.__class__ }}", "{{ self.__init__.__globals__ }}", "{{ lipsum.__globals__['os'] }}",
-    "{{ cycler.__init__.__globals__.os.popen('id').read() }}", "{{ [].append.__self__.__class__ }}", "{{ messages.append(1) }}", "{{ messages.clear() }}",
-    "{{ '{0.__class__.__init__.__globals__}'.format(raise_exception) }}", "{{ ('{0.__class__}' | format(1)) }}", "{{ messages | map(attribute='__class__') | list }}",
-    "{{ messages | attr('__class__') }}", "{{ strftime_now.__globals__ }}", "{{ raise_exception.__code__ }}", "{{ self._TemplateReference__context.environment }}",
-    "{{ namespace.__init__ }}", "{{ joiner.__init__.__globals__ }}", "{% include '/etc/passwd' %}", "{% import 'os' as os %}", "{% extends 'x' %}",
-    "{{ '%s' | format(messages.__class__) }}", "{{ tools.__class__.__base__ }}", "{{ environment }}{{ environment.call }}", "{{ context }}{{ context.environment }}", "{{ caller }}",
-    "{{ dict.__subclasses__() }}", "{{ range.__class__ }}", "{{ messages[0].items.__self__ }}", "{{ (messages | groupby('role') | first).__class__ }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.__class__ }}", "{{ self.__init__.__globals__ }}",
+        "{{ lipsum.__globals__['os'] }}",
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}", "{{ [].append.__self__.__class__ }}",
+        "{{ messages.append(1) }}", "{{ messages.clear() }}",
+    "{{ '{0.__class__.__init__.__globals__}'.format(raise_exception) }}", "{{ ('{0.__class__}' | format(1)) }}",
+        "{{ messages | map(attribute='__class__') | list }}",
+    "{{ messages | attr('__class__') }}", "{{ strftime_now.__globals__ }}", "{{ raise_exception.__code__ }}",
+        "{{ self._TemplateReference__context.environment }}",
+    "{{ namespace.__init__ }}", "{{ joiner.__init__.__globals__ }}", "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}", "{% extends 'x' %}",
+    "{{ '%s' | format(messages.__class__) }}", "{{ tools.__class__.__base__ }}",
+        "{{ environment }}{{ environment.call }}", "{{ context }}{{ context.environment }}", "{{ caller }}",
+    "{{ dict.__subclasses__() }}", "{{ range.__class__ }}", "{{ messages[0].items.__self__ }}",
+        "{{ (messages | groupby('role') | first).__class__ }}",
 ]  # fmt: skip
-_SECRETS = ("<class", "<built-in", "<function", "subclass", "__globals__", "root:", "uid=", "<module", "<bound method", "object at 0x")
+_SECRETS = ("<class", "<built-in", "<function", "subclass", "__globals__", "root:", "uid=", "<module",
+    "<bound method", "object at 0x")
 _WORDS = st.lists(
-    st.sampled_from(["{{", "}}", "{%", "%}", " for x in messages ", " endfor ", " if ", " endif ", " set a = ", " messages ", ".role", "[0]", "|tojson", "|length", " range(9)", "'a'",
-                     " * ", " ~ ", " + ", "1", "(", ")", "\n", "-", "macro f() ", " endmacro ", "f()", "|join(", "x", "{#", "#}", " is defined", ".items()", "|list", "break ", "generation ", "endgeneration "]),
+    st.sampled_from(["{{", "}}", "{%", "%}", " for x in messages ", " endfor ", " if ", " endif ", " set a = ",
+        " messages ", ".role", "[0]", "|tojson", "|length", " range(9)", "'a'",
+                     " * ", " ~ ", " + ", "1", "(", ")", "\n", "-", "macro f() ", " endmacro ", "f()", "|join(", "x",
+                         "{#", "#}", " is defined", ".items()", "|list", "break ", "generation ", "endgeneration "]),
     max_size=14,
 ).map("".join)  # fmt: skip
 
@@ -164,9 +192,11 @@ def check_conversation(given: tuple[str, list[tuple[str, str]]]) -> str:
     return "rendered"
 
 
-_TURNS = st.lists(st.tuples(st.sampled_from(["user", "assistant", "system", "tool", ""]), st.text(max_size=6)), max_size=5)
+_TURNS = st.lists(st.tuples(st.sampled_from(["user", "assistant", "system", "tool", ""]), st.text(max_size=6)),
+    max_size=5)
 TARGETS = [
-    Target("messages", st.tuples(_TEMPLATES, _ANY | st.lists(_MESSAGE | _ANY, max_size=4), _OPTIONS), check_messages, ("refused", "rendered")),
+    Target("messages", st.tuples(_TEMPLATES, _ANY | st.lists(_MESSAGE | _ANY, max_size=4), _OPTIONS), check_messages,
+        ("refused", "rendered")),
     Target("template", st.sampled_from(BOMBS + ESCAPES) | _WORDS, check_template, ("refused", "rendered")),
     Target("conversation", st.tuples(_TEMPLATES | _WORDS, _TURNS), check_conversation, ("refused", "rendered")),
 ]

@@ -27,7 +27,8 @@ from . import tiny_gguf, tiny_models
 from .fuzz import Cpu, Target, one_line
 
 SECONDS = 4.0  # for a file of a few hundred kilobytes
-_NUMBERS = st.sampled_from([0, 1, 2, 3, 5, 7, 9, 31, 64, 255, 256, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**62, 2**63, 2**64 - 1])
+_NUMBERS = st.sampled_from([0, 1, 2, 3, 5, 7, 9, 31, 64, 255, 256, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40,
+    2**62, 2**63, 2**64 - 1])
 
 
 _KEPT = tempfile.TemporaryDirectory(prefix="minisgl-fuzz-")
@@ -82,9 +83,12 @@ def _load(place: Path) -> str:
 
 # ---- GGUF
 
-_INTERESTING = (b"llama.block_count", b"llama.embedding_length", b"llama.attention.head_count", b"tokenizer.ggml.tokens",
-                b"tokenizer.ggml.token_type", b"tokenizer.ggml.merges", b"general.architecture", b"token_embd.weight", b"blk.0.attn_q.weight",
-                b"tokenizer.ggml.bos_token_id", b"llama.rope.freq_base", b"llama.context_length", b"llama.attention.head_count_kv",
+_INTERESTING = (b"llama.block_count", b"llama.embedding_length", b"llama.attention.head_count",
+    b"tokenizer.ggml.tokens",
+                b"tokenizer.ggml.token_type", b"tokenizer.ggml.merges", b"general.architecture", b"token_embd.weight",
+                    b"blk.0.attn_q.weight",
+                b"tokenizer.ggml.bos_token_id", b"llama.rope.freq_base", b"llama.context_length",
+                    b"llama.attention.head_count_kv",
                 b"tokenizer.chat_template", b"llama.attention.key_length", b"llama.feed_forward_length")  # fmt: skip
 
 
@@ -96,7 +100,8 @@ def _ggufs(draw) -> bytes:
     if draw(st.booleans()):
         name = draw(st.sampled_from(_INTERESTING))
         at = data.find(name)
-        edits = [(at + len(name) + draw(st.sampled_from([0, 4, 8, 12, 16, 20, 24])), draw(st.sampled_from([0, 1, 2])), draw(_NUMBERS)), *edits[:1]]
+        edits = [(at + len(name) + draw(st.sampled_from([0, 4, 8, 12, 16, 20, 24])), draw(st.sampled_from([0, 1, 2])),
+            draw(_NUMBERS)), *edits[:1]]
         if draw(st.booleans()):
             edits = edits[:1]
     return _edit(data, edits, 24_000)
@@ -138,11 +143,13 @@ def _safetensors(draw) -> bytes:
         elif how == 2:
             entry["data_offsets"] = draw(st.lists(_NUMBERS, min_size=2, max_size=2))
         elif how == 3:
-            entry["data_offsets"] = header[draw(st.sampled_from(sorted(k for k, v in header.items() if isinstance(v, dict) and "data_offsets" in v)))]["data_offsets"]
+            entry["data_offsets"] = header[draw(st.sampled_from(sorted(k for k, v in header.items() if isinstance(v,
+                dict) and "data_offsets" in v)))]["data_offsets"]
         elif how == 4:
             header[name] = draw(st.sampled_from([None, [], {}, 3, "x"]))
         elif how == 5:
-            header[draw(st.sampled_from(["", "x", "lm_head.weight", name + "\n", "é" * 300, "model.layers.99.mlp.up_proj.weight"]))] = header.pop(name)
+            header[draw(st.sampled_from(["", "x", "lm_head.weight", name + "\n", "é" * 300,
+                "model.layers.99.mlp.up_proj.weight"]))] = header.pop(name)
         elif how == 6:
             entry["shape"] = entry["shape"][::-1]
         elif how == 7:
@@ -153,39 +160,45 @@ def _safetensors(draw) -> bytes:
     return struct.pack("<Q", len(text)) + text + body
 
 
-def _folder(changes: dict[str, bytes], use: Callable[[Path], str] = _load) -> str:
-    """A copy of the tiny model, some files of it replaced."""
+def with_files(changes: dict[str, bytes], use: Callable[[Path], str] = _load) -> str:
+    """What `use` says of a copy of the tiny model, some files of it replaced."""
     with tempfile.TemporaryDirectory() as name:
         for path in (originals() / "model").iterdir():
-            target = Path(name) / path.name
-            if path.name in changes:
-                target.write_bytes(changes[path.name])
-            else:
-                target.symlink_to(path)
+            if path.name not in changes:
+                (Path(name) / path.name).symlink_to(path)
+        for file, data in changes.items():
+            (Path(name) / file).write_bytes(data)
         return use(Path(name))
 
 
 def check_safetensors(data: bytes) -> str:
-    return _folder({"model.safetensors": data})
+    return with_files({"model.safetensors": data})
 
 
 # ---- JSON files
 
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 9) | st.floats() | st.text(max_size=6)
-    | st.sampled_from([10**400, 10**12, 2**31, 2**63, "silu", "llama", "yarn", "linear", "llama3", "dynamic", "LlamaForCausalLM", "gelu", "bfloat16", 1e-400, 0.5, "x" * 5000]),
+    | st.sampled_from([10**400, 10**12, 2**31, 2**63, "silu", "llama", "yarn", "linear", "llama3", "dynamic",
+        "LlamaForCausalLM", "gelu", "bfloat16", 1e-400, 0.5, "x" * 5000]),
     lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from(["type", "rope_type", "factor", "rope_theta", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
-                                       "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate", "a"]), inner, max_size=5),
+    | st.dictionaries(st.sampled_from(["type", "rope_type", "factor", "rope_theta",
+        "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
+                                       "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
+                                           "truncate", "a"]), inner, max_size=5),
     max_leaves=6,
 )  # fmt: skip
 _CONFIG_KEYS = st.sampled_from(
-    ["architectures", "model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "head_dim", "vocab_size",
-     "intermediate_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "use_sliding_window",
-     "max_window_layers", "layer_types", "tie_word_embeddings", "attention_bias", "mlp_bias", "dtype", "torch_dtype", "bos_token_id", "eos_token_id",
+    ["architectures", "model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
+        "head_dim", "vocab_size",
+     "intermediate_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
+         "sliding_window", "use_sliding_window",
+     "max_window_layers", "layer_types", "tie_word_embeddings", "attention_bias", "mlp_bias", "dtype", "torch_dtype",
+         "bos_token_id", "eos_token_id",
      "quantization_config", "hidden_act", "partial_rotary_factor", "original_max_position_embeddings"]
 )  # fmt: skip
-_BROKEN = st.sampled_from([b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"a": NaN}', b"[" * 100_000, b"{}", b'{"a":' * 60_000, b"\xef\xbb\xbf{}", b"1" * 5000])
+_BROKEN = st.sampled_from([b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"a": NaN}', b"[" * 100_000, b"{}",
+    b'{"a":' * 60_000, b"\xef\xbb\xbf{}", b"1" * 5000])
 
 
 @st.composite
@@ -193,7 +206,8 @@ def _configs(draw) -> bytes:
     if draw(st.integers(0, 9)) == 0:
         return draw(_BROKEN)
     config = json.loads((originals() / "model" / "config.json").read_text())
-    config |= draw(st.sampled_from([{}, {}, {"architectures": ["MistralForCausalLM"]}, {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True},
+    config |= draw(st.sampled_from([{}, {}, {"architectures": ["MistralForCausalLM"]},
+        {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True},
                                     {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True}]))  # fmt: skip
     for key in draw(st.lists(_CONFIG_KEYS, min_size=1, max_size=3)):
         config[key] = draw(_VALUES)
@@ -201,7 +215,7 @@ def _configs(draw) -> bytes:
 
 
 def check_config(data: bytes) -> str:
-    return _folder({"config.json": data})
+    return with_files({"config.json": data})
 
 
 def _read_tokenizer(folder: Path) -> str:
@@ -216,7 +230,8 @@ def _read_tokenizer(folder: Path) -> str:
 
 @st.composite
 def _tokenizers(draw) -> dict[str, bytes]:
-    name = draw(st.sampled_from(["tokenizer.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json"]))
+    name = draw(st.sampled_from(["tokenizer.json", "tokenizer.json", "tokenizer_config.json",
+        "generation_config.json", "special_tokens_map.json"]))
     path = originals() / "model" / name
     if draw(st.integers(0, 6)) == 0 or not path.exists():
         return {name: draw(_BROKEN)}
@@ -242,7 +257,7 @@ def _places(value: Any, depth: int):
 
 
 def check_tokenizer(changes: dict[str, bytes]) -> str:
-    return _folder(changes, _read_tokenizer)
+    return with_files(changes, _read_tokenizer)
 
 
 TARGETS = [

@@ -24,7 +24,8 @@ from minisgl.tokenizer import ByteTokenizer
 from .fuzz import Cpu, Target, one_line
 from .random_schemas import SchemaMaker
 
-TOKENIZER = ByteTokenizer(['{"', '":', '", "', '"}', "abc", "00", "true", "null", "é", "😀", b"\xc3", "\n  ", "  ", "[["])
+TOKENIZER = ByteTokenizer(['{"', '":', '", "', '"}', "abc", "00", "true", "null", "é", "😀", b"\xc3", "\n  ", "  ",
+    "[["])
 SECONDS = 1.0  # of the budget that these grammars get
 WALL = 6 * SECONDS  # of the thread's work: several operations, each in its budget, and the machine's mood
 
@@ -78,12 +79,16 @@ def refusal(error: GrammarError) -> str:
 # ---- regexes
 
 _ATOMS = st.sampled_from(
-    ["a", "b", "é", "😀", " ", "\\n", "\\x00", ".", "[ab]", "[^a]", "[^\\x00-\\uffff]", "\\w", "\\W", "\\s", "\\S", "\\d", "\\D", "^", "$",
-     "\\b", "\\B", "\\A", "\\Z", "(?i:k)", "(?i:ſ)", "(?s:.)", "(?a:\\w)", "[a-z0-9_]", "[]a]", "\\p{L}", "\\P{Lu}", "\\u00e9", "\\N{DIGIT ONE}", "x{0}",
-     "[\\w-]", "[a\\-z]", "\\.", "\\\\", "(?#c)", "()", "(?:)", "(?P<n>a)", "\\01", "\\x7f", "[\\d\\D]", "\\ud83d", "[\\ud800-\\udfff]"]
+    ["a", "b", "é", "😀", " ", "\\n", "\\x00", ".", "[ab]", "[^a]", "[^\\x00-\\uffff]", "\\w", "\\W", "\\s", "\\S",
+        "\\d", "\\D", "^", "$",
+     "\\b", "\\B", "\\A", "\\Z", "(?i:k)", "(?i:ſ)", "(?s:.)", "(?a:\\w)", "[a-z0-9_]", "[]a]", "\\p{L}", "\\P{Lu}",
+         "\\u00e9", "\\N{DIGIT ONE}", "x{0}",
+     "[\\w-]", "[a\\-z]", "\\.", "\\\\", "(?#c)", "()", "(?:)", "(?P<n>a)", "\\01", "\\x7f", "[\\d\\D]", "\\ud83d",
+         "[\\ud800-\\udfff]"]
 )  # fmt: skip
 _COUNTS = st.sampled_from(
-    ["*", "+", "?", "{2}", "{1,3}", "{0,2}", "*?", "{3,}", "{,2}", "{0}", "{100}", "{1000}", "{0,5000}", "{50,}", "{1000000}",
+    ["*", "+", "?", "{2}", "{1,3}", "{0,2}", "*?", "{3,}", "{,2}", "{0}", "{100}", "{1000}", "{0,5000}", "{50,}",
+        "{1000000}",
      "{99999999999}", "{2,1}", "{9999,}?", "{"]
 )  # fmt: skip
 _STRUCTURED = st.recursive(
@@ -97,7 +102,8 @@ _STRUCTURED = st.recursive(
     max_leaves=12,
 )
 _GARBAGE = st.text(alphabet="()[]{}|*+?\\^$.,-:<>=!#&PpLuNxUdDwWsSbBAZaik0123456789é😀\n\ud800", max_size=30)
-_SEEDS = ["(a|b)*a(a|b){12}", r"\d{4}-\d{2}-\d{2}", r"(?:[^\W_]+\s?){1,40}", '"([^"\\\\]|\\\\.)*"', "(x+x+)+y", "(.*a){9}", r"(\w{1,20} ){1,20}\w+"]
+_SEEDS = ["(a|b)*a(a|b){12}", r"\d{4}-\d{2}-\d{2}", r"(?:[^\W_]+\s?){1,40}", '"([^"\\\\]|\\\\.)*"', "(x+x+)+y",
+    "(.*a){9}", r"(\w{1,20} ){1,20}\w+"]
 
 
 @st.composite
@@ -131,7 +137,7 @@ def check_regex(given: tuple[str, int]) -> str:
     except GrammarError as error:
         return refusal(error)
     try:
-        tokens, texts = spell(grammar, number)
+        _, texts = spell(grammar, number)
     except GrammarError as error:
         return refusal(error) + " later"
     found = "walked"
@@ -153,7 +159,8 @@ def _matches(pattern: str, text: str) -> bool:
     return bool(found)
 
 
-_DIFFERS = ("(?i", "{,", "\\b", "\\B", "\\w", "\\W", "\\s", "\\S", "\\d", "\\D", "\\p", "\\P", "[", "\\N", "\\u", "(?#", "(?a")
+_DIFFERS = ("(?i", "{,", "\\b", "\\B", "\\w", "\\W", "\\s", "\\S", "\\d", "\\D", "\\p", "\\P", "[", "\\N", "\\u",
+    "(?#", "(?a")
 
 
 def _fullmatch(pattern: str, text: str) -> bool | None:
@@ -176,16 +183,23 @@ def _product(pattern: str) -> int:
 # ---- JSON Schemas
 
 _WORDS = [
-    "type", "properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties", "maxProperties",
-    "items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains", "enum", "const", "minLength", "maxLength", "pattern",
-    "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "anyOf", "oneOf", "allOf", "not", "if",
-    "then", "else", "$ref", "$defs", "$id", "$anchor", "$schema", "definitions", "dependentRequired", "dependentSchemas", "dependencies",
+    "type", "properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties",
+        "maxProperties",
+    "items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains", "enum", "const", "minLength",
+        "maxLength", "pattern",
+    "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "anyOf", "oneOf", "allOf",
+        "not", "if",
+    "then", "else", "$ref", "$defs", "$id", "$anchor", "$schema", "definitions", "dependentRequired",
+        "dependentSchemas", "dependencies",
     "$dynamicRef", "unevaluatedProperties", "unevaluatedItems", "title", "default", "nullable", "x-own",
 ]  # fmt: skip
 _SCALARS = st.one_of(
-    st.none(), st.booleans(), st.integers(-3, 5), st.sampled_from([10**400, -(10**30), 2**63, 1e308, -0.0, 0.1, 1e-300, 1.5, 5e-324]),
-    st.sampled_from(["", "a", "string", "object", "array", "integer", "number", "null", "boolean", "date", "email", "ipv6", "uri", "#", "#/",
-                     "#/$defs/a", "#/properties/a", "#a", "http://x/y", "\ud800", "^a$", "(", "(a{1000}){1000}", "é", "\x00", "\\", "~", "%", "[" , "//[", "#/%zz", "#/~"]),
+    st.none(), st.booleans(), st.integers(-3, 5), st.sampled_from([10**400, -(10**30), 2**63, 1e308, -0.0, 0.1,
+        1e-300, 1.5, 5e-324]),
+    st.sampled_from(["", "a", "string", "object", "array", "integer", "number", "null", "boolean", "date", "email",
+        "ipv6", "uri", "#", "#/",
+                     "#/$defs/a", "#/properties/a", "#a", "http://x/y", "\ud800", "^a$", "(", "(a{1000}){1000}", "é",
+                         "\x00", "\\", "~", "%", "[" , "//[", "#/%zz", "#/~"]),
     st.floats(allow_nan=True, allow_infinity=True), st.text(max_size=4),
 )  # fmt: skip
 _ANYTHING = st.recursive(
@@ -244,13 +258,15 @@ def _wide(word: str, size: int, rng: random.Random) -> Any:
 _HUGE = st.one_of(
     st.builds(
         _deep,
-        st.sampled_from(["items", "not", "allOf", "anyOf", "oneOf", "properties", "additionalProperties", "if", "prefixItems", "const", "enum", "$defs"]),
+        st.sampled_from(["items", "not", "allOf", "anyOf", "oneOf", "properties", "additionalProperties", "if",
+            "prefixItems", "const", "enum", "$defs"]),
         st.sampled_from([3, 20, 90, 300, 3000]),
         st.sampled_from([True, {"type": "integer"}, {"type": "object"}, {"enum": [1, "a"]}]),
     ),
     st.builds(
         _wide,
-        st.sampled_from(["allOf", "anyOf", "oneOf", "prefixItems", "enum", "product", "properties", "patternProperties"]),
+        st.sampled_from(["allOf", "anyOf", "oneOf", "prefixItems", "enum", "product", "properties",
+            "patternProperties"]),
         st.sampled_from([2, 9, 60, 500]),
         st.integers(0, 2**32).map(random.Random),
     ),
@@ -258,16 +274,25 @@ _HUGE = st.one_of(
 _REFERENCES = st.dictionaries(
     st.sampled_from(["a", "b", "c"]),
     st.fixed_dictionaries({}, optional={
-        "$ref": st.sampled_from(["#", "#/$defs/a", "#/$defs/b", "#/$defs/c", "#x", "c"]), "type": st.sampled_from(["object", "array", "integer"]),
-        "properties": st.dictionaries(st.sampled_from(["a", "b"]), st.sampled_from([{"$ref": "#"}, {"$ref": "#/$defs/b"}, True, False]), max_size=2),
-        "items": st.sampled_from([{"$ref": "#/$defs/a"}, {"$ref": "#"}, False]), "required": st.just(["a"]), "$anchor": st.just("x"),
-        "$id": st.sampled_from(["c", "http://x/c"]), "minItems": st.integers(0, 2), "not": st.just({"$ref": "#/$defs/c"}),
-        "anyOf": st.lists(st.sampled_from([{"$ref": "#"}, {"$ref": "#/$defs/a"}, {"type": "null"}]), min_size=1, max_size=3),
-        "oneOf": st.lists(st.sampled_from([{"$ref": "#/$defs/c"}, {"type": "null"}, {"type": "integer"}]), min_size=1, max_size=3)}),
+        "$ref": st.sampled_from(["#", "#/$defs/a", "#/$defs/b", "#/$defs/c", "#x", "c"]),
+            "type": st.sampled_from(["object", "array", "integer"]),
+        "properties": st.dictionaries(st.sampled_from(["a", "b"]), st.sampled_from([{"$ref": "#"},
+            {"$ref": "#/$defs/b"}, True, False]), max_size=2),
+        "items": st.sampled_from([{"$ref": "#/$defs/a"}, {"$ref": "#"}, False]), "required": st.just(["a"]),
+            "$anchor": st.just("x"),
+        "$id": st.sampled_from(["c", "http://x/c"]), "minItems": st.integers(0, 2),
+            "not": st.just({"$ref": "#/$defs/c"}),
+        "anyOf": st.lists(st.sampled_from([{"$ref": "#"}, {"$ref": "#/$defs/a"}, {"type": "null"}]), min_size=1,
+            max_size=3),
+        "oneOf": st.lists(st.sampled_from([{"$ref": "#/$defs/c"}, {"type": "null"}, {"type": "integer"}]), min_size=1,
+            max_size=3)}),
     max_size=3,
-).map(lambda defs: {"$defs": defs, "$ref": "#/$defs/a"} if "a" in defs else {**defs.get("b", {}), "$defs": defs})  # fmt: skip
-_TEXTS = st.sampled_from(["{", "[1]", "1", "null", "{}" * 2, '{"a": NaN}', '{"type":' * 900, "\ud800", "", "true", '{"type": "integer", "type": "string"}']) | st.builds(lambda n: "[" * n, st.just(100_000))
-_OBJECTS = st.sampled_from([None, 1, b"{}", object(), [{}], {1: 2}, {"type": {"integer"}}, {"enum": [b"x"]}, {"const": object()}, int, {"a": 1j}, (), {("a",): 1}])
+).map(lambda defs: {"$defs": defs, "$ref": "#/$defs/a"} if "a" in defs else {**defs.get("b", {}),
+    "$defs": defs})  # fmt: skip
+_TEXTS = st.sampled_from(["{", "[1]", "1", "null", "{}" * 2, '{"a": NaN}', '{"type":' * 900, "\ud800", "", "true",
+    '{"type": "integer", "type": "string"}']) | st.builds(lambda n: "[" * n, st.just(100_000))
+_OBJECTS = st.sampled_from([None, 1, b"{}", object(), [{}], {1: 2}, {"type": {"integer"}}, {"enum": [b"x"]},
+    {"const": object()}, int, {"a": 1j}, (), {("a",): 1}])
 _SCHEMAS = st.one_of(_right(), _WRONG, _HUGE, _REFERENCES, _TEXTS, _OBJECTS)
 _SPACES = st.sampled_from([None, "", "[ \\n]{0,3}", " ?", "(", "a", "\\s*"])
 
@@ -320,14 +345,17 @@ def _validator(schema: Any) -> Any:
 # ---- structural tags
 
 _PIECES = st.sampled_from(["<a>", "<", "<a", "", "é", "<b=", "</a>", "\ud800", "aa", "aaa", "😀", 1, None])
-_TAG = st.fixed_dictionaries({}, optional={"begin": _PIECES, "schema": _right() | _WRONG, "end": _PIECES, "x": st.none()})
+_TAG = st.fixed_dictionaries({}, optional={"begin": _PIECES, "schema": _right() | _WRONG, "end": _PIECES,
+    "x": st.none()})
 _FULL_TAG = st.fixed_dictionaries({
-    "begin": st.sampled_from(["<a>", "<a=f>", "<b=", "<b=g>", "é!"]), "schema": _right() | st.sampled_from([{}, {"type": "integer"}, {"enum": ["<a", "<b="]}]),
+    "begin": st.sampled_from(["<a>", "<a=f>", "<b=", "<b=g>", "é!"]), "schema": _right() | st.sampled_from([{},
+        {"type": "integer"}, {"enum": ["<a", "<b="]}]),
     "end": st.sampled_from(["", "</a>", "é", "<a"])})  # fmt: skip
 _TAGS = st.one_of(
     st.fixed_dictionaries({"structures": st.lists(_FULL_TAG, min_size=1, max_size=3)},
                           optional={"type": st.just("structural_tag"), "triggers": st.just(["<a", "<b=", "é"])}),
-    st.fixed_dictionaries({"structures": st.lists(_FULL_TAG, min_size=1, max_size=3), "triggers": st.lists(st.sampled_from(["<a", "<b=", "é"]), min_size=1, max_size=3)}),
+    st.fixed_dictionaries({"structures": st.lists(_FULL_TAG, min_size=1, max_size=3),
+        "triggers": st.lists(st.sampled_from(["<a", "<b=", "é"]), min_size=1, max_size=3)}),
     st.fixed_dictionaries({}, optional={"structures": st.lists(_TAG | _ANYTHING, max_size=3) | _ANYTHING,
                                         "triggers": st.lists(_PIECES, max_size=3) | _ANYTHING, "type": _ANYTHING}),
     _ANYTHING, _TEXTS,
@@ -352,8 +380,10 @@ def check_tag(given: tuple[Any, int]) -> str:
 # ---- whatever a request may say, through the compiler of requests
 
 _EBNF = st.one_of(
-    st.sampled_from(['start: "a"', 'root ::= "a" root | "b"', "root ::= root", "start: start", 'root ::= "a"{1,100000}', "start: /(a{1000}){1000}/", 'root ::= [a-z]+ "é"',
-                     'start: a\na: b\nb: "x"', "", "::=", "root ::= (((", "start: %json {}", 'start: %json {"type":', "start: /[/", "root ::= \"\\ud800\""]),
+    st.sampled_from(['start: "a"', 'root ::= "a" root | "b"', "root ::= root", "start: start",
+        'root ::= "a"{1,100000}', "start: /(a{1000}){1000}/", 'root ::= [a-z]+ "é"',
+                     'start: a\na: b\nb: "x"', "", "::=", "root ::= (((", "start: %json {}", 'start: %json {"type":',
+                         "start: /[/", "root ::= \"\\ud800\""]),
     st.text(alphabet='root start:=|()[]{}*+?"/\\a-z0,1é\n%#', max_size=60),
 )  # fmt: skip
 _KINDS = st.one_of(
@@ -395,6 +425,7 @@ TARGETS = [
     Target("schema", st.tuples(_SCHEMAS, _SPACES, _NUMBER), check_schema, ("refused", "validated", "walked")),
     Target("tag", st.tuples(_TAGS, _NUMBER), check_tag, ("refused", "walked")),
     Target("request-fsm", st.tuples(st.just("fsm"), _KINDS, _NUMBER), check_request, ("refused", "walked")),
-    Target("request-llguidance", st.tuples(st.just("llguidance"), _KINDS, _NUMBER), check_request, ("refused", "walked")),
+    Target("request-llguidance", st.tuples(st.just("llguidance"), _KINDS, _NUMBER), check_request, ("refused",
+        "walked")),
     Target("request-xgrammar", st.tuples(st.just("xgrammar"), _KINDS, _NUMBER), check_request, ("refused", "walked")),
 ]

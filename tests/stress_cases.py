@@ -1,6 +1,9 @@
 """Random cases for stress runs: a case is JSON, so that what fails can be printed, cut down and run again.
 
-    {"seed": 7, "options": {switches of the Runtime}, "clients": [[action, ...], ...]}     one thread for each client
+    {"seed": 7, "options": {switches of the Runtime}, "trouble": {}, "clients": [[action, ...], ...]}
+
+A thread for each client runs its actions one after the other; meanwhile there may be trouble, which is {"shutdown":
+seconds until the Runtime is shut down} or {"fault": number of the engine's function call that fails}.
 
     {"do": "generate", "prompts", "params", "options", "how", "after"}   requests straight to the Runtime
     {"do": "program", "body", "run", "items", "how"}                     a program of the language
@@ -56,7 +59,11 @@ def make(seed: int, *, load: int = 1, gpu: bool = False, programs: bool = True) 
             else:
                 actions.append(maker.generate())
         clients.append(actions)
-    return {"seed": seed, "options": options, "clients": clients}
+    trouble: dict[str, Any] = {}
+    if rng.random() < 0.15:
+        fault = {"fault": int(10 ** rng.uniform(1, 4.5))}
+        trouble = rng.choice([{"shutdown": rng.choice([0.001, 0.01, 0.05, 0.2])}, fault, fault])
+    return {"seed": seed, "options": options, "trouble": trouble, "clients": clients}
 
 
 def _options(rng: random.Random, programs: bool, gpu: bool) -> dict[str, Any]:

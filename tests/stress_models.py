@@ -138,7 +138,8 @@ class Model:
         if self._hf is None:
             from transformers import AutoModelForCausalLM
 
-            self._hf = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval().to(self.device)
+            model: Any = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+            self._hf = model.eval().to(self.device)
         with torch.inference_mode():
             return self._hf(torch.tensor([ids], device=self.device)).logits[0].float().cpu().numpy()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 import time
 import traceback
@@ -15,8 +16,10 @@ from minisgl import Runtime
 from minisgl.backends.base import Prompt
 from minisgl.choices import greedy_token_selection, token_length_normalized, unconditional_likelihood_normalized
 from minisgl.lang import as_backend
-from minisgl.output import Sink
+from minisgl.output import EngineError, Sink
+from minisgl.request import Request
 
+from .fault_points import Fault, Hook
 from .stress_cases import Case
 from .stress_check import Checker, Disagreement, log_softmax
 from .stress_models import Model, ScriptedLlama
@@ -35,8 +38,11 @@ class Run:
     def __init__(self, model: Model, case: Case):
         self.model, self.case = model, case
         self.sinks: list[Sink] = []
+        self.accepted: set[int] = set()  # ids of the requests that the engine took
         self.programs: list[tuple[dict[str, Any], str, Any, list[Any]]] = []  # action, item, state, log
         self.failures: list[str] = []
+        self.trouble: dict[str, Any] = case.get("trouble", {})
+        self.expected: tuple[type[Exception], ...] = (EngineError, Fault) if self.trouble else ()
 
     def run(self) -> Checker:
         """Raises AssertionError with all that is wrong."""
@@ -48,16 +54,20 @@ class Run:
                 threading.Thread(target=self._client, args=(runtime, actions), daemon=True)
                 for actions in self.case["clients"]
             ]
+            self._make_trouble(runtime)
             for thread in clients:
                 thread.start()
             for thread in clients:
                 thread.join()
             if self.failures:
                 raise AssertionError("\n".join(self.failures))
+            if not self._went_on(runtime):
+                return checker
             self._wait_for_ends(runtime)
             self._check_idle(runtime)
             for sink in self.sinks:
-                checker.check(sink)
+                if sink.ended.error is None:
+                    checker.check(sink)
             if self.model.bytes:
                 self._check_programs(runtime)
         finally:
@@ -66,7 +76,11 @@ class Run:
         return checker
 
     def _record(self, runtime: Runtime) -> None:
-        prepare = runtime.prepare
+        prepare, submit = runtime.prepare, runtime.engine.submit
+
+        def submitting(requests: list[Request]) -> None:
+            submit(requests)  # raises if the engine takes nothing more
+            self.accepted.update(map(id, requests))
 
         def recording(*args: Any) -> Any:
             sinks, single = prepare(*args)
@@ -74,12 +88,35 @@ class Run:
             return sinks, single
 
         runtime.prepare = recording  # type: ignore[method-assign]
+        runtime.engine.submit = submitting  # type: ignore[method-assign]
+
+    def _make_trouble(self, runtime: Runtime) -> None:
+        if "shutdown" in self.trouble:
+            threading.Timer(self.trouble["shutdown"], runtime.shutdown).start()
+        elif "fault" in self.trouble:
+            hook = Hook(self.trouble["fault"], Fault)
+            runtime.engine.call(lambda: sys.setprofile(hook))
+
+    def _went_on(self, runtime: Runtime) -> bool:
+        """Whether the engine serves still; if not, everybody must have been told."""
+        if "shutdown" in self.trouble:
+            runtime.shutdown()
+            untold = [sink.request.rid for sink in self._taken() if not sink.ended.done()]
+            assert not untold, f"nobody told {untold} of the end"
+            return False
+        if "fault" in self.trouble:
+            runtime.engine.call(lambda: sys.setprofile(None))
+        return True
 
     def _wait_for_ends(self, runtime: Runtime) -> None:
-        """Forks that nobody joined and requests that were cut off still run for a moment."""
+        """Forks that nobody joined, requests that were cut off, and programs of a batch of which another failed still
+        run for a moment."""
+        for thread in threading.enumerate():
+            if thread.name.startswith(("minisgl-batch", "minisgl-program")):
+                thread.join(ENDS_WITHIN)
         for _, _, state, log in self.programs:
             for one in _states(state, log):
-                with contextlib.suppress(Boom):
+                with contextlib.suppress(Boom, *self.expected):
                     one.sync()
         as_backend(runtime).precompute(Prompt("x"))  # behind hints that programs have left with the dispatcher
         end = time.perf_counter() + ENDS_WITHIN
@@ -91,8 +128,8 @@ class Run:
         raise AssertionError(f"requests still run or have no end: {runtime.stats()}")
 
     def _taken(self) -> list[Sink]:
-        """Of the recorded requests those that were submitted (a program that fails submits nothing more)."""
-        self.sinks = [sink for sink in self.sinks if sink.request.submitted]
+        """Of the recorded requests those that the engine took (a program that fails submits nothing more)."""
+        self.sinks = [sink for sink in self.sinks if id(sink.request) in self.accepted]
         return self.sinks
 
     def _check_idle(self, runtime: Runtime) -> None:
@@ -121,6 +158,8 @@ class Run:
                     runtime.flush_cache()
                 else:
                     assert runtime.stats()["kv_capacity"] and repr(runtime)
+            except self.expected:
+                continue
             except BaseException:
                 self.failures.append(f"{action}\n{traceback.format_exc()}")
 
@@ -135,7 +174,7 @@ class Run:
 
         run = {**action["run"], "backend": runtime}
         items = [f"{item}{i}" for i, item in enumerate(action["items"])]
-        with contextlib.suppress(Boom):
+        with contextlib.suppress(Boom, *self.expected):
             if action["how"] == "batch":
                 run_ = program.run_batch([{"item": item} for item in items], **run)
                 assert len(run_) == len(items)
@@ -146,7 +185,7 @@ class Run:
             else:
                 program.run(item=items[0], **run).sync()
         for item, (state, log) in list(logs.items()):
-            with contextlib.suppress(Boom):
+            with contextlib.suppress(Boom, *self.expected):
                 state.sync()
                 self.programs.append((action, item, state, log))
 
@@ -155,10 +194,11 @@ class Run:
     def _check_programs(self, runtime: Runtime) -> None:
         self.by_prompt: dict[tuple[int, ...], list[Sink]] = defaultdict(list)
         for sink in self.sinks:
-            self.by_prompt[tuple(sink.request.prompt.tolist())].append(sink)
+            if sink.ended.error is None:
+                self.by_prompt[tuple(sink.request.prompt.tolist())].append(sink)
         self.encode = lambda text: tuple(runtime.tokenizer.encode(text).tolist())
         for action, item, state, log in self.programs:
-            if _raises(action["body"]):
+            if _raises(action["body"]) or any(one.error() is not None for one in _states(state, log)):
                 continue
             text = self._evaluate(action["body"], log, state, "", item, 0)
             if text != state.text():
@@ -182,7 +222,8 @@ class Run:
                     raise Disagreement(f"{node} behind {text!r} is {values}, but what was answered there is {answers}")
                 text += values[0]
             elif kind == "select":
-                self._check_select(text, *rest, state[rest[0]])
+                name, choices, method = rest
+                self._check_select(text, name, choices, method, state[name])
                 text += state[rest[0]]
             elif kind == "read":
                 text += f"({len(state[rest[0]])})"

@@ -64,8 +64,31 @@ def script(code: str, *arguments: str, **more) -> str:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_fault_at_any_function_that_the_engine_calls(overlap):
     """One fault at a time, at points spread over all (`python -m tests.fault_points` takes each in turn)."""
-    report = PointByPoint(overlap=overlap).run(points=25, seed=int(overlap))
-    assert not report["failures"] and report["tried"] == 25 and report["told"] > 8, report
+    report = PointByPoint(overlap=overlap).run(points=15, seed=int(overlap))
+    assert not report["failures"] and report["tried"] == 15 and report["told"] > 5, report
+
+
+def test_a_request_is_told_when_the_books_of_its_end_fail(rt, monkeypatch):
+    """It has left the scheduler, and has heard nothing yet."""
+
+    def fails(self):
+        raise Fault("counting")
+
+    sinks, _ = rt.prepare(["one", "two"], GREEDY, None, None, False, -1, 0, False, 0, None)
+    ended = rt.engine._ended
+
+    def with_fault(request):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Request, "prompt_len", property(fails))
+            ended(request)
+
+    monkeypatch.setattr(rt.engine, "_ended", with_fault)
+    rt.engine.submit([sink.request for sink in sinks])
+    for sink in sinks:
+        with pytest.raises(EngineError, match="Fault: counting"):
+            sink.result(timeout=20)
+    monkeypatch.undo()
+    check_idle(rt)
 
 
 def test_everybody_in_a_call_is_told_when_taking_one_of_them_in_fails(rt, monkeypatch):
@@ -86,6 +109,23 @@ def test_everybody_in_a_call_is_told_when_taking_one_of_them_in_fails(rt, monkey
     monkeypatch.undo()
     check_idle(rt)
     assert rt.generate("after", GREEDY)["output_ids"]
+
+
+def test_a_flush_that_fails_half_way_loses_no_memory(rt, monkeypatch):
+    rt.generate(["one", "two", "three"], GREEDY)
+    real, count = rt.tree._remove, itertools.count(1)
+
+    def remove(leaf):
+        real(leaf)
+        if next(count) == 2:
+            raise MemoryError("while flushing")
+
+    monkeypatch.setattr(rt.tree, "_remove", remove)
+    with pytest.raises(MemoryError, match="while flushing"):
+        rt.flush_cache()
+    monkeypatch.undo()
+    check_idle(rt)
+    assert rt.stats()["kv_free"] == 600 and rt.generate("one", GREEDY)["output_ids"]
 
 
 @pytest.mark.parametrize("wait", [0.0, 0.01, 0.05])
@@ -115,7 +155,10 @@ def test_the_death_of_the_engines_thread_is_told_to_everybody(wait):
     assert not runtime.engine.alive
     with pytest.raises(EngineError, match="SystemExit"):
         runtime.stats()
+    kv = weakref.ref(runtime.engine.runner.attention.pool.kv)
     runtime.shutdown()
+    gc.collect()
+    assert kv() is None, gc.get_referrers(kv())  # though somebody still has the Runtime, and the errors of its end
     with engines.make() as again:
         assert again.generate("x", GREEDY)["output_ids"]
 
@@ -239,6 +282,46 @@ def test_programs_are_told_when_their_submission_fails(rt, place, monkeypatch):
     check_idle(rt)
 
 
+@pytest.mark.parametrize("where", ["starting a thread", "showing progress"])
+def test_ctrl_c_stops_a_batch_wherever_it_comes(rt, where, monkeypatch):
+    """Also outside of the wait itself; else the programs would go on with nobody to hear of them."""
+    begun: list[int] = []
+
+    @sgl.function
+    def program(s, i):
+        begun.append(i)
+        s += f"{i}" + sgl.gen("a", max_tokens=100, ignore_eos=True)
+        s["a"]
+
+    start = threading.Thread.start
+
+    def interrupted(self):
+        start(self)
+        if self.name.startswith("minisgl-batch") and threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+
+    def click(*_):
+        raise KeyboardInterrupt
+
+    if where == "starting a thread":
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
+    else:
+        from tqdm.auto import tqdm
+
+        monkeypatch.setattr(tqdm, "update", click)
+    items = [{"i": i} for i in range(40)]
+    with pytest.raises(KeyboardInterrupt):
+        program.run_batch(items, backend=rt, temperature=0, num_threads=2, progress_bar=where != "starting a thread")
+    monkeypatch.undo()
+    end = time.perf_counter() + 20
+    while time.perf_counter() < end and (rt.stats()["running"] or rt.stats()["waiting"]):
+        time.sleep(0.01)
+    count = len(begun)
+    time.sleep(0.2)
+    assert len(begun) == count < 40
+    check_idle(rt)
+
+
 def test_a_pool_outlives_its_tasks_failures_and_threads_that_cannot_start(monkeypatch, caplog):
     pool = WorkerPool(2, "test-pool", idle=0.2)
 
@@ -271,7 +354,7 @@ def test_a_pool_outlives_its_tasks_failures_and_threads_that_cannot_start(monkey
 # ---- construction ---------------------------------------------------------------------------------------------------
 
 STEPS = (
-    "resolve_model", "load_model", "Tokenizer", "KVPool", "RequestTable", "Scheduler", "Runner", "GrammarCompiler",
+    "resolve_model", "load_model", "Tokenizer", "KVPool", "RequestTable", "Scheduler", "Runner", "Preparer",
     "Engine",
 )  # fmt: skip
 
@@ -464,7 +547,7 @@ print("interrupted", interrupted)
 @needs_posix
 def test_ctrl_c_at_any_moment():
     """Between any two instructions of the main thread, some hundred times: nothing is left, everything still works."""
-    assert "interrupted" in script(_INTERRUPTS, str(engines.folder()), "1", "3")
+    assert "interrupted" in script(_INTERRUPTS, str(engines.folder()), "1", "1.5")
 
 
 _CELL = """
@@ -500,6 +583,7 @@ assert len(engines) <= 2, engines
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads memory from /proc")
 def test_a_cell_that_is_run_again_and_again_keeps_its_memory():
     script(_CELL, str(engines.folder()), "50")
@@ -517,24 +601,27 @@ from minisgl import Runtime
 from minisgl.config import ModelError
 default_model.GGUF_SHA256 = hashlib.sha256(pathlib.Path(gguf).read_bytes()).hexdigest()
 os.environ[default_model.ENV_FILE] = gguf
-if mode == "full":  # a write beyond the limit fails as on a full disk, in whatever library it happens
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]), resource.RLIM_INFINITY))
-elif os.geteuid() == 0:  # root may write everywhere
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+if mode == "read-only" and os.geteuid() == 0:  # root may write everywhere
     os.setuid(65534)
-try:
-    runtime = Runtime(device="cpu", dtype="float32", kv_capacity=100)
-except ModelError as error:
-    assert "\\n" not in str(error) and "cannot write the cache" in str(error), error
-    print("refused:", error)
-    if mode == "full":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        with Runtime(device="cpu", dtype="float32", kv_capacity=100) as runtime:
-            runtime.generate("x", {"max_new_tokens": 2})
-        print("made with room")
-else:
-    runtime.generate("x", {"max_new_tokens": 2})
-    print("served")
+
+def attempt():
+    try:
+        runtime = Runtime(device="cpu", dtype="float32", kv_capacity=100)
+    except ModelError as error:
+        assert "\\n" not in str(error) and "cannot write the cache" in str(error), error
+        left = [path for path in pathlib.Path(cache).iterdir() if path.suffix != ".lock"]
+        assert not left, left
+        return "refused"
+    with runtime:
+        runtime.generate("x", {"max_new_tokens": 2})
+    return "served"
+
+for size in sys.argv[4:]:  # a write beyond this many bytes fails as on a full disk, in whatever library it happens
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(size), resource.RLIM_INFINITY))
+    print(attempt())
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print(attempt())
 """
 
 
@@ -552,22 +639,22 @@ def tiny_gguf_file(tmp_path_factory):
 
 
 @needs_posix
-@pytest.mark.parametrize("limit", [100, 60_000, 2_000_000])
-def test_a_disk_that_is_full_while_the_model_is_cached(tiny_gguf_file, tmp_path, limit):
-    """It stops in the tokenizer, and in the weights; nothing half is left, and with room it works."""
-    printed = script(_CACHE, str(tmp_path / "cache"), str(tiny_gguf_file), "full", str(limit))
-    assert printed.startswith("refused: cannot write the cache") and printed.endswith("made with room\n"), printed
+def test_a_disk_that_is_full_while_the_model_is_cached(tiny_gguf_file, tmp_path):
+    """It stops in the tokenizer, the config and the weights; nothing half is left, and with room it works."""
+    sizes = ("100", "5000", "60000", "2000000")
+    printed = script(_CACHE, str(tmp_path / "cache"), str(tiny_gguf_file), "full", *sizes)
+    assert printed.split() == ["refused"] * 4 + ["served"]
 
 
+@pytest.mark.slow
 @needs_posix
 def test_a_cache_that_may_only_be_read(tiny_gguf_file, tmp_path):
     cache = tiny_gguf_file.parent / "cache"
     cache.mkdir()
     cache.chmod(0o555)
-    printed = script(_CACHE, str(cache), str(tiny_gguf_file), "read-only")
-    assert printed.startswith("refused: cannot write the cache"), printed
+    assert script(_CACHE, str(cache), str(tiny_gguf_file), "read-only") == "refused\n"
     cache.chmod(0o755)
-    assert script(_CACHE, str(cache), str(tiny_gguf_file), "full", str(1 << 40)) == "served\n"
+    assert script(_CACHE, str(cache), str(tiny_gguf_file), "writable") == "served\n"
     for path in [cache, *cache.rglob("*")]:
         path.chmod(0o555 if path.is_dir() else 0o444)
     assert script(_CACHE, str(cache), str(tiny_gguf_file), "read-only") == "served\n"

@@ -43,8 +43,9 @@ def test_nothing_leads_out_of_the_sandbox(template):
 def test_what_ordinary_templates_do_is_within_the_limits():
     """A long conversation through the loops, filters and methods that models' templates use."""
     text = (
-        "{%- set ns = namespace(last='') -%}{%- for m in messages if m.role != 'system' -%}{%- set ns.last = m.content | trim -%}"
-        "{{ '<|' + m.role + '|>' ~ loop.index ~ ('-' * 40) ~ ns.last.replace('x', 'yy').split(' ')[0] ~ ('%05d' % loop.index) }}"
+        "{%- set ns = namespace(last='') -%}{%- for m in messages if m.role != 'system' -%}"
+        "{%- set ns.last = m.content | trim -%}{{ '<|' + m.role + '|>' ~ loop.index ~ ('-' * 40) }}"
+        "{{ ns.last.replace('x', 'yy').split(' ')[0] ~ ('%05d' % loop.index) }}"
         "{%- if tools %}{{ tools | tojson(indent=4) }}{% endif %}{{ [1, 2] | join(', ') | indent(2) }}{%- endfor -%}"
     )
     messages = [{"role": "user" if i % 2 else "assistant", "content": f"word{i} x " * 200} for i in range(400)]

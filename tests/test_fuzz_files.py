@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from minisgl.gguf_file import GGUFFile
 from minisgl.loader import load_model
 from minisgl.tokenizer import Tokenizer
 
-from . import fuzz, fuzz_files
+from . import fuzz, fuzz_files, tiny_gguf
 
 TARGETS = {target.name: target for target in fuzz_files.TARGETS}
 
@@ -42,18 +43,20 @@ def _field(name: str, kind: int, value: bytes) -> bytes:
 
 
 def _tensor(name: str, shape: list[int], kind: int = 0, offset: int = 0) -> bytes:
-    return _text(name) + struct.pack("<I", len(shape)) + struct.pack(f"<{len(shape)}Q", *shape) + struct.pack("<IQ", kind, offset)
+    return _text(name) + struct.pack("<I", len(shape)) + struct.pack(f"<{len(shape)}Q", *shape) + struct.pack("<IQ",
+        kind, offset)
 
 
-def _gguf(fields: list[bytes] = (), tensors: list[bytes] = (), data: int = 64, tail: bytes = b"", count: int | None = None) -> bytes:  # pyright: ignore
+def _gguf(fields: Sequence[bytes] = (), tensors: Sequence[bytes] = (), data: int = 64, tail: bytes = b"",
+    count: int | None = None) -> bytes:
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors) if count is None else count, len(fields))
     body = head + b"".join(fields) + b"".join(tensors)
     return body + b"\0" * (-len(body) % 32) * bool(tensors) + b"\0" * data + tail
 
 
 LIES = [
-    (_gguf([_field("a", 9, struct.pack("<IQ", 0, 2**60))]), "array length"),  # read on past the end: for ever
-    (_gguf([_field("a", 9, struct.pack("<IQ", 8, 2**60))]), "elements"),
+    (_gguf([_field("a", 9, struct.pack("<IQ", 0, 2**60))]), "elements"),  # read on past the end: for ever
+    (_gguf([_field("a", 9, struct.pack("<IQ", 0, 1000))]), "array length"),
     (_gguf([_field("a", 9, struct.pack("<IQ", 8, 1000))]), "array length"),
     (_gguf([_field("a", 9, struct.pack("<IQ", 9, 3))]), "elements of type 9"),
     (_gguf([_field("a", 8, struct.pack("<Q", 2**62))]), "a length of"),
@@ -86,10 +89,21 @@ def test_gguf_headers_that_lie(data, named, tmp_path: Path):
     assert time.thread_time() - begin < 2
 
 
+def test_heads_that_do_not_divide_the_rows(tmp_path: Path, monkeypatch):
+    """The metadata says how q's rows are put in order: where that can't be, it is the file's error."""
+    monkeypatch.setenv("MINISGL_CACHE", str(tmp_path))
+    tiny_gguf.write(fuzz_files.originals() / "model", tmp_path / "m.gguf", metadata={"llama.attention.head_count": 5,
+        "llama.attention.head_count_kv": 5})
+    with pytest.raises(ModelError, match=r"attn_[qk]") as error:
+        list(GGUFFile(tmp_path / "m.gguf").weights())
+    fuzz.one_line(error.value)
+
+
 def test_true_headers_pass(tmp_path: Path):
     gguf_header.check(fuzz_files.originals() / "model.gguf")
     path = tmp_path / "m.gguf"
-    path.write_bytes(_gguf([_field("a", 9, struct.pack("<IQ", 4, 3) + bytes(12))], [_tensor("t", [4]), _tensor("u", [4], offset=32)]))
+    path.write_bytes(_gguf([_field("a", 9, struct.pack("<IQ", 4, 3) + bytes(12))], [_tensor("t", [4]), _tensor("u",
+        [4], offset=32)]))
     gguf_header.check(path)
 
 
@@ -107,7 +121,8 @@ def _config(**changes: Any) -> dict[str, Any]:
         ({"architectures": True}, "architectures"),
         ({"architectures": None, "model_type": ["llama"]}, "architecture"),
         ({"rope_parameters": None, "rope_scaling": {"rope_type": ["yarn"]}}, "RoPE type"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 2, "original_max_position_embeddings": "x"}}, "original_max"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 2,
+            "original_max_position_embeddings": "x"}}, "original_max"),
         ({"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": [1]}}, "beta_fast"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 1e308}}, "factor"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor"),
@@ -116,7 +131,8 @@ def _config(**changes: Any) -> dict[str, Any]:
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most"),
         ({"hidden_size": 10**400}, "hidden_size must be at most"),
         ({"hidden_act": "x" * 100_000}, "hidden_act"),
-        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": "x"}, "max_window_layers"),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": "x"},
+            "max_window_layers"),
     ],
 )
 def test_configs_of_wrong_types_and_sizes(changes, named):
@@ -144,7 +160,7 @@ def test_models_that_cannot_be_made(changes):
         fuzz.one_line(error.value)
         return ""
 
-    fuzz_files._folder({"config.json": json.dumps(_config(**changes)).encode()}, load)
+    fuzz_files.with_files({"config.json": json.dumps(_config(**changes)).encode()}, load)
 
 
 def test_json_nested_too_deeply_is_not_valid_json(tmp_path: Path):
@@ -157,23 +173,22 @@ def test_json_nested_too_deeply_is_not_valid_json(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "named"),
+    ("changes", "named"),
     [
-        ("tokenizer_config.json", "[" * 100_000, "not valid JSON"),
-        ("tokenizer_config.json", '{"extra_special_tokens": 3}', "tokenizer files are broken"),
-        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template must be"),
-        ("chat_template.json", "[]", "tokenizer files are broken"),
+        ({"tokenizer_config.json": b"[" * 100_000}, "not valid JSON"),
+        ({"tokenizer_config.json": b'{"extra_special_tokens": 3}'}, "tokenizer files are broken"),
+        ({"tokenizer_config.json": b'{"chat_template": 3}'}, "chat_template must be"),
+        ({"tokenizer_config.json": b"{}", "chat_template.json": b"[]"}, "tokenizer files are broken"),
     ],
 )
-def test_tokenizer_files_of_wrong_shapes(name, content, named):
+def test_tokenizer_files_of_wrong_shapes(changes, named):
     def read(folder: Path) -> str:
         with pytest.raises(ValueError, match=named) as error:
             Tokenizer(folder)
         fuzz.one_line(error.value)
         return ""
 
-    (fuzz_files.originals() / "model" / "chat_template.json").write_text("{}")
-    fuzz_files._folder({name: content.encode()}, read)
+    fuzz_files.with_files(changes, read)
 
 
 def test_stop_ids_that_are_none_are_left_out():
@@ -181,7 +196,7 @@ def test_stop_ids_that_are_none_are_left_out():
         assert Tokenizer(folder).eos_ids >= {258}
         return ""
 
-    fuzz_files._folder({"generation_config.json": b'{"eos_token_id": [null, 258, "x", true]}'}, read)
+    fuzz_files.with_files({"generation_config.json": b'{"eos_token_id": [null, 258, "x", true]}'}, read)
 
 
 def test_a_token_id_beyond_any_vocabulary_makes_no_table_of_that_size():
@@ -193,7 +208,7 @@ def test_a_token_id_beyond_any_vocabulary_makes_no_table_of_that_size():
             Tokenizer(folder)
         return ""
 
-    fuzz_files._folder({"tokenizer.json": json.dumps(text).encode()}, read)
+    fuzz_files.with_files({"tokenizer.json": json.dumps(text).encode()}, read)
 
 
 def test_dimensions_wrap_around_in_numpy():

@@ -74,8 +74,17 @@ def test_counts_of_any_length_are_refused(count):
     fuzz.one_line(error.value)
 
 
+@pytest.mark.parametrize("pattern", [r"^(\ud83d\ude00)+$", r"^[\uD83D\uDE00]$"])
+def test_surrogate_pairs_in_patterns_are_refused(pattern):
+    """ECMA-262 reads one character, Python two: what we wrote for the first, `jsonschema` called invalid."""
+    with pytest.raises(UnsupportedGrammar, match="surrogate"):
+        Grammar.from_json_schema({"type": "string", "pattern": pattern})
+    assert Grammar.from_json_schema({"type": "string", "pattern": "^😀$"}).matches('"\\ud83d\\ude00"')
+
+
 def test_messages_of_long_values_are_short():
-    for tag in ({"type": ["x" * 100_000]}, {"triggers": ["a" * 10_000, "b"], "structures": [{"begin": "b", "schema": {}, "end": ""}]}):
+    for tag in ({"type": ["x" * 100_000]}, {"triggers": ["a" * 10_000, "b"], "structures": [{"begin": "b",
+        "schema": {}, "end": ""}]}):
         with pytest.raises(GrammarError) as error:
             Grammar.from_structural_tag(tag)
         fuzz.one_line(error.value)
@@ -122,8 +131,8 @@ def test_xgrammar_ignores_anchors_so_they_are_refused(pattern):
 
 
 class _GivenUp:
-    """llguidance's matcher once its lexer has grown too big (`start: /(a{1000}){1000}/` gets there in seconds): the mask
-    before had tokens that it then doesn't take."""
+    """llguidance's matcher once its lexer has grown too big (`start: /(a{1000}){1000}/` gets there in seconds): the
+    mask before had tokens that it then doesn't take."""
 
     def validate_tokens(self, tokens: list[int]) -> int:
         return 0
@@ -138,7 +147,7 @@ class _GivenUp:
 def test_llguidance_that_gives_up_on_its_way_says_so():
     """To the engine this looked like a token that isn't legal, which would be a bug of ours."""
     constraint = LLGuidanceConstraint(SimpleNamespace(stop_ids=frozenset()), _GivenUp())  # pyright: ignore
-    with pytest.raises(GrammarError, match="lexer error: too many expressions$"):
+    with pytest.raises(GrammarError, match=r"lexer error: too many expressions$"):
         constraint.accept(97)
 
 

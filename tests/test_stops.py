@@ -237,10 +237,10 @@ def test_stop_strings_take_linear_time():
 
     def seconds(n: int) -> float:
         checker = StopChecker(["a" * 300 + "b", "a" * 299 + "c"])
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(n):
             checker.feed("aaaa")
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     seconds(1000)
     assert min(seconds(20000) for _ in range(3)) < 40 * min(seconds(2000) for _ in range(3))

@@ -12,18 +12,18 @@ from .stress_check import Disagreement
 from .stress_models import Model
 from .stress_run import Run
 
+
 @pytest.fixture(scope="module")
 def scripted(tmp_path_factory):
     return Model("scripted", tmp_path_factory.mktemp("scripted"))
 
 
-@pytest.mark.parametrize("first", [9_000_000, 9_000_010])
-def test_random_cases_on_a_model_where_every_wrong_slot_shows(scripted, first):
+def test_random_cases_on_a_model_where_every_wrong_slot_shows(scripted):
     totals = stress.no_totals()
     begin = time.process_time()
-    for number in range(first, first + 10):
+    for number in range(9_000_000, 9_000_020):
         stress.run_case(scripted, stress_cases.make(number), totals)
-        if time.process_time() - begin > 2:
+        if time.process_time() - begin > 3:
             break
     assert totals["cases"] > 1 and totals["tokens"] > 50
 
