@@ -191,11 +191,12 @@ class GrammarCompiler:
                 return found
             working = self._working.setdefault(spec, threading.Lock())
         with working:
-            found = self._compiled.get(spec)
-            if found is None:
-                found = self._make(spec)
+            try:
+                found = self._compiled.get(spec) or self._make(spec)
+            finally:
+                with self._lock:
+                    self._working.pop(spec, None)
             with self._lock:
-                self._working.pop(spec, None)
                 self._compiled[spec] = found
                 while len(self._compiled) > self.keep:
                     self._compiled.popitem(last=False)

@@ -328,7 +328,7 @@ class Scheduler:
         state = self.rows
         missing = state.active & (state.num_tokens > state.kv_len) & (state.in_flight == 0)
         missing[decodes] = False
-        return [self._at(row) for row in np.flatnonzero(missing)]
+        return [self._at(int(row)) for row in np.flatnonzero(missing)]
 
     def _waits_for_chunks(self, request: Request, matched: int, chunking: list[Request]) -> bool:
         """True if somebody is still computing, chunk by chunk, more of this request's prefix than the tree has."""

@@ -56,6 +56,14 @@ def test_equal_specs_are_compiled_once():
     assert len(set(map(id, found))) == 1
 
 
+def test_a_grammar_that_cannot_be_is_not_kept():
+    compiler = GrammarCompiler(ByteTokenizer(), "fsm")
+    for i in range(5):
+        with pytest.raises(GrammarError):
+            compiler.compile(GrammarSpec("regex", f"a{i}("))
+    assert not compiler._working and not compiler._compiled
+
+
 def test_refusals():
     with pytest.raises(ValueError, match="grammar_backend"):
         GrammarCompiler(ByteTokenizer(), "regex")
