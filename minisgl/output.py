@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -111,17 +112,15 @@ class Ending:
 
 async def all_ended(sinks: Sequence[Sink]) -> None:
     """Wait, as a coroutine, until all of them have ended, waking the loop once.  Raises a failure when it happens."""
-    loop, left = asyncio.get_running_loop(), len(sinks)
+    loop, count = asyncio.get_running_loop(), itertools.count(1)
     over = loop.create_future()
 
     def wake() -> None:
         if not over.done():
             over.set_result(None)
 
-    def ended(ending: Ending) -> None:  # on the engine's thread, one after another
-        nonlocal left
-        left -= 1
-        if left == 0 or ending.error is not None:
+    def ended(ending: Ending) -> None:  # on the engine's thread, or on this one for what has ended already
+        if next(count) == len(sinks) or ending.error is not None:
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
                 loop.call_soon_threadsafe(wake)
 
