@@ -259,10 +259,12 @@ def test_cancelling_a_task_ends_its_requests_and_nobody_elses(either):
     want = either.generate("companion", GREEDY)["output_ids"]
 
     async def main():
+        await either.async_generate("companion", GREEDY)  # the loop's first thread takes its time to begin
         tasks = [asyncio.create_task(either.async_generate(["c", "d"], LONG)) for _ in range(2)]
         companion = asyncio.create_task(either.async_generate("companion", {**LONG, "max_new_tokens": 60}))
         while either.stats()["running"] < 5:
-            await asyncio.sleep(0.005)
+            assert not any(task.done() for task in (*tasks, companion)), "one ended before the last had begun"
+            await asyncio.sleep(0)
         for task in tasks:
             task.cancel()
         for task in tasks:
