@@ -160,6 +160,10 @@ class KVPool:
         self.capacity = capacity
         self.kv = torch.zeros((layers, 2, capacity + 1, kv_heads, head_dim), dtype=dtype, device=device)
 
+    def release(self) -> None:
+        """Give the memory back, whoever still refers to this object.  It is of no use afterwards."""
+        del self.kv
+
     def keys(self, layer: int) -> torch.Tensor:
         """(capacity + 1, kv_heads, head_dim) view."""
         return self.kv[layer, 0]

@@ -205,8 +205,14 @@ class Runner:
         return step.host_tokens.numpy()
 
     def close(self) -> None:
-        """Drop the recorded graphs, which refer to this object: its memory then goes when it does."""
+        """Give up what is large.  The object is of no use afterwards.
+
+        Not left to the garbage collector: recorded graphs refer to this object, and so may whoever keeps an error of
+        the engine: clearing a frame drops its variables, but not those that its function closes over.
+        """
         self._graphs = None
+        self.attention.pool.release()
+        del self.model, self.attention
 
     # ---- building the device's batch ---------------------------------------------------------------------------------
 

@@ -375,13 +375,8 @@ class Runtime:
     def shutdown(self) -> None:
         """End all requests and free the memory; may be called again.  The object is of no use afterwards."""
         self._close()
-        runner, self._engine.runner = self._engine.runner, None  # type: ignore[assignment]
-        if runner is not None:
-            runner.close()
-            cuda = runner.cuda
-            del runner
-            if cuda:
-                torch.cuda.empty_cache()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def __enter__(self) -> Runtime:
         return self
@@ -458,9 +453,8 @@ def _put_in_loop(loop: asyncio.AbstractEventLoop, chunks: asyncio.Queue[Any], it
 
 def _stop(engine: Engine) -> None:
     engine.stop()
-    runner = engine.runner
-    if runner is not None:
-        runner.close()
+    runner, engine.runner = engine.runner, None  # type: ignore[assignment]
+    runner.close()
 
 
 __all__ = ["EngineError", "Runtime"]

@@ -49,6 +49,16 @@ def rt(request):
     runtime.shutdown()
 
 
+def check_memory_goes(runtime) -> None:
+    """Shutting down frees keys and values and weights, whoever keeps the Runtime and its errors."""
+    runner = runtime.engine.runner
+    large = [weakref.ref(runner.attention.pool.kv), weakref.ref(runner.model), weakref.ref(runner.attention)]
+    del runner
+    runtime.shutdown()
+    gc.collect()
+    assert [ref() for ref in large[:2]] == [None, None], [gc.get_referrers(ref()) for ref in large if ref() is not None]
+
+
 def script(code: str, *arguments: str, **more) -> str:
     """What a program printed, run in a process of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
@@ -155,12 +165,31 @@ def test_the_death_of_the_engines_thread_is_told_to_everybody(wait):
     assert not runtime.engine.alive
     with pytest.raises(EngineError, match="SystemExit"):
         runtime.stats()
-    kv = weakref.ref(runtime.engine.runner.attention.pool.kv)
-    runtime.shutdown()
-    gc.collect()
-    assert kv() is None, gc.get_referrers(kv())  # though somebody still has the Runtime, and the errors of its end
+    check_memory_goes(runtime)  # though somebody still has it, and the errors of its end
     with engines.make() as again:
         assert again.generate("x", GREEDY)["output_ids"]
+
+
+@pytest.mark.parametrize("kind", [SystemExit, Fault])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_error_in_a_function_within_a_function_keeps_no_memory(monkeypatch, kind, overlap):
+    """Such a function's frame refers to what it closes over even after it was cleared: here the whole runner."""
+    def faulty(runner):
+        def forward_batch(*_):
+            def within():
+                raise kind(f"within {runner}")
+
+            within()
+
+        return forward_batch
+
+    runtime = engines.make(overlap=overlap)
+    monkeypatch.setattr(runtime.engine.runner, "_forward_batch", faulty(runtime.engine.runner))
+    with pytest.raises(EngineError, match="within") as error:
+        runtime.generate("x", GREEDY)
+    monkeypatch.undo()
+    check_memory_goes(runtime)
+    assert isinstance(error.value.__cause__, kind)
 
 
 @pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError])
