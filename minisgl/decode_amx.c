@@ -15,16 +15,15 @@
 
        C (16 rows x 16 columns, float32)  +=  A (16 rows x 32 k)  *  B (16 pairs of k x 16 columns x 2)
 
-   A token's result is the same whatever else is in the step, and however its prompt is cut into steps: its sums are
-   always taken in the same order.  (A prompt's token is not computed as the same token would be as a decode: attention
-   rounds differently.)
+   A token's result is the same whatever else is in the step, whether it is a prompt's or a decode, and however a
+   prompt is cut into steps: its sums are always taken in the same order.
 
    The parts, in the order in which they build on each other:
 
        decode_amx_basics.h      bfloat16, threads that work in phases
        decode_amx_weights.h     weights in 4 or 8 bits, exact
        decode_amx_products.h    tiles, matrix products
-       decode_amx_attention.h   one new token; 16 of a prompt
+       decode_amx_attention.h   of one new token, or several of one sequence
 
    Source of AMX's semantics: Intel's Architecture Instruction Set Extensions reference, chapter 3. */
 
@@ -49,7 +48,7 @@ struct model {
 };
 
 struct step {
-    int64_t n, sequences, decodes;            /* new tokens; of so many sequences; the first of them decode */
+    int64_t n, sequences;                     /* new tokens; of so many sequences */
     const int64_t *ids, *positions, *slots;   /* (n,) */
     const int32_t *starts;                    /* (sequences + 1,): a sequence's first new token */
     const int32_t *lengths, *rows;            /* (sequences,): tokens with the new ones, and row of the table */
@@ -75,12 +74,13 @@ static int64_t parts(int64_t n, int64_t width) { return up(n, GROUP) / GROUP * (
 
 /* A part of out (n, width) = x w^T + bias, or of out += that. */
 static void linear(
-    const struct operand *x, const struct matrix *w, const bf16 *bias, int add, bf16 *out, int64_t width, int64_t part
+    const struct operand *x, const struct matrix *w, const bf16 *bias, int add, bf16 *out, int64_t width, int64_t part,
+    bf16 *tiles
 ) {
     float sums[ROWS][COLUMNS] __attribute__((aligned(64)));
     const int64_t column = part % (width / COLUMNS) * COLUMNS, begin = part / (width / COLUMNS) * GROUP;
     for (int64_t first = begin; first < x->n && first < begin + GROUP; first += ROWS) {
-        product(x, first, w, column, sums);
+        product(x, first, w, column, tiles, sums);
         for (int64_t m = 0; m < ROWS && first + m < x->n; m++)
             for (int64_t c = 0; c < COLUMNS; c += 16) {
                 bf16 *at = out + (first + m) * width + column + c;
@@ -91,13 +91,15 @@ static void linear(
 }
 
 /* A part of out (n, width) = silu(x gate^T) * (x up^T), SwiGLU's (arXiv 2002.05202) gating. */
-static void gated(const struct operand *x, const struct layer *l, bf16 *out, int64_t width, int64_t part) {
+static void gated(
+    const struct operand *x, const struct layer *l, bf16 *out, int64_t width, int64_t part, bf16 *tiles
+) {
     float gates[ROWS][COLUMNS] __attribute__((aligned(64))), ups[ROWS][COLUMNS] __attribute__((aligned(64)));
     const __m512 one = _mm512_set1_ps(1.0f), zero = _mm512_setzero_ps();
     const int64_t column = part % (width / COLUMNS) * COLUMNS, begin = part / (width / COLUMNS) * GROUP;
     for (int64_t first = begin; first < x->n && first < begin + GROUP; first += ROWS) {
-        product(x, first, &l->gate, column, gates);
-        product(x, first, &l->up, column, ups);
+        product(x, first, &l->gate, column, tiles, gates);
+        product(x, first, &l->up, column, tiles + COLUMNS * x->k, ups);
         for (int64_t m = 0; m < ROWS && first + m < x->n; m++)
             for (int64_t c = 0; c < COLUMNS; c += 16) {
                 const __m512 gate = plus_bias(gates[m] + c, l->gate_bias, column + c);
@@ -132,21 +134,15 @@ INLINE void rotate(bf16 *x, int64_t dim, const float *rope) {
 
 /* ---- the step ---- */
 
-/* New tokens that attend together: a decode's only one, or up to 16 of a prompt's. */
-struct piece {
-    int64_t first, count, seen; /* token; tokens; how many the first of them sees */
-    const int32_t *slots;
-    int decode;
-};
-
 /* Where things are in the workspace, in bytes; rows are padded to whole tiles. */
 struct layout {
-    int64_t pieces, residual, normed, qkv, mixed, gated, own, scores, own_size, end; /* own: a thread's */
+    int64_t pieces, residual, normed, qkv, mixed, gated, own, tiles, scores, own_size, end; /* own: a thread's */
 };
 
 static struct layout lay_out(const struct model *m, int64_t n, int64_t longest, int64_t threads) {
-    const int64_t rows = up(n, ROWS), few = rows < MOST_ROWS ? rows : MOST_ROWS, inner = m->heads * m->dim;
-    const int64_t wide = m->intermediate > inner ? m->intermediate : inner;
+    const int64_t rows = up(n, ROWS), inner = m->heads * m->dim;
+    int64_t wide = m->intermediate > inner ? m->intermediate : inner;
+    if (wide < m->hidden) wide = m->hidden;
     struct layout at;
     at.pieces = up(team_bytes(threads), 64);
     at.residual = up(at.pieces + n * sizeof(struct piece), 64);
@@ -155,8 +151,9 @@ static struct layout lay_out(const struct model *m, int64_t n, int64_t longest, 
     at.mixed = at.qkv + rows * (m->heads + 2 * m->kv_heads) * m->dim * 2;
     at.gated = at.mixed + rows * inner * 2;
     at.own = at.gated + rows * m->intermediate * 2;
-    at.scores = few * (wide > m->hidden ? wide : m->hidden) * 2; /* after `operand`'s, in a thread's own part */
-    at.own_size = at.scores + MOST_HEADS * up(longest, 32) * 16 * 4;
+    at.tiles = (rows * wide < MOST ? rows * wide : MOST) * 2; /* after `operand`'s, in a thread's own part */
+    at.scores = at.tiles + 2 * COLUMNS * wide * 2;
+    at.own_size = at.scores + MOST_LANES * up(longest, KEYS) * 4;
     at.end = at.own + threads * at.own_size;
     return at;
 }
@@ -165,14 +162,18 @@ int64_t work_bytes(const struct model *m, int64_t n, int64_t longest, int64_t th
     return lay_out(m, n, longest, threads).end;
 }
 
+/* A piece ends with its sequence or after 16 tokens.  Decodes may follow each other in one sequence. */
 static int64_t cut(const struct step *s, struct piece *pieces) {
-    int64_t count = 0;
+    int64_t count = 0, row = -1;
     for (int64_t i = 0; i < s->sequences; i++) {
-        const int64_t start = s->starts[i], end = s->starts[i + 1], before = s->lengths[i] - (end - start);
         const int32_t *slots = s->table + s->rows[i] * s->table_stride;
-        for (int64_t t = start; t < end; t += 16)
-            pieces[count++] = (struct piece){
-                t, end - t < 16 ? end - t : 16, before + t - start + 1, slots, i < s->decodes};
+        for (int64_t t = s->starts[i]; t < s->starts[i + 1]; t++) {
+            const int64_t seen = s->lengths[i] - (s->starts[i + 1] - t) + 1;
+            struct piece *last = pieces + count - 1;
+            if (s->rows[i] == row && last->count < 16 && seen == last->seen + last->count) last->count++;
+            else pieces[count++] = (struct piece){t, 1, seen, slots};
+            row = s->rows[i];
+        }
     }
     return count;
 }
@@ -184,6 +185,7 @@ static void run(const struct model *m, const struct step *s, int64_t num_pieces,
     bf16 *residual = (void *)(s->work + at.residual), *normed = (void *)(s->work + at.normed);
     bf16 *qkv = (void *)(s->work + at.qkv), *mixed = (void *)(s->work + at.mixed);
     bf16 *gate_up = (void *)(s->work + at.gated), *pairs = (void *)(s->work + at.own + thread * at.own_size);
+    bf16 *tiles = (void *)((char *)pairs + at.tiles);
     float *scores = (void *)((char *)pairs + at.scores);
     const int64_t n = s->n, hidden = m->hidden, dim = m->dim, heads = m->heads, kv_heads = m->kv_heads;
     const int64_t group = heads / kv_heads, inner = heads * dim, stride = kv_heads * dim, width = inner + 2 * stride;
@@ -199,7 +201,7 @@ static void run(const struct model *m, const struct step *s, int64_t num_pieces,
             rms_norm(residual + b * hidden, l->input_norm, hidden, m->eps, normed + b * hidden);
         meet(team, threads);
         struct operand x = operand(&l->qkv, normed, n, hidden, pairs);
-        SHARE(part, parts(n, width)) linear(&x, &l->qkv, l->qkv_bias, 0, qkv, width, part);
+        SHARE(part, parts(n, width)) linear(&x, &l->qkv, l->qkv_bias, 0, qkv, width, part, tiles);
         meet(team, threads);
         for (int64_t b = thread; b < n; b += threads) {
             bf16 *mine = qkv + b * width;
@@ -213,28 +215,24 @@ static void run(const struct model *m, const struct step *s, int64_t num_pieces,
         meet(team, threads); /* every K and V is written before any is read */
         SHARE(item, num_pieces * kv_heads) {
             const struct piece *p = pieces + item / kv_heads;
-            const int64_t h = item % kv_heads, first = l->window && p->seen > l->window ? p->seen - l->window : 0;
-            const bf16 *q = qkv + p->first * width + h * group * dim, *k = keys + h * dim, *v = values + h * dim;
-            bf16 *out = mixed + p->first * inner + h * group * dim;
-            if (p->decode)
-                attend_group(
-                    group, dim, q, k, v, stride, p->slots, first, p->seen, scores, up(s->longest, 16), out);
-            else
-                attend_prompt(
-                    group, dim, p->count, q, width, k, v, stride, p->slots, p->seen, l->window, scores, out, inner);
+            const int64_t h = item % kv_heads;
+            const struct queries queries = {
+                group, p->seen, l->window, qkv + p->first * width + h * group * dim,
+                mixed + p->first * inner + h * group * dim, width, inner};
+            attend(dim, &queries, p->count, &(struct keys){keys + h * dim, values + h * dim, stride, p->slots}, scores);
         }
         meet(team, threads);
         x = operand(&l->o, mixed, n, inner, pairs);
-        SHARE(part, parts(n, hidden)) linear(&x, &l->o, l->o_bias, 1, residual, hidden, part);
+        SHARE(part, parts(n, hidden)) linear(&x, &l->o, l->o_bias, 1, residual, hidden, part, tiles);
         meet(team, threads);
         for (int64_t b = thread; b < n; b += threads)
             rms_norm(residual + b * hidden, l->post_norm, hidden, m->eps, normed + b * hidden);
         meet(team, threads);
         x = operand(&l->gate, normed, n, hidden, pairs);
-        SHARE(part, parts(n, m->intermediate)) gated(&x, l, gate_up, m->intermediate, part);
+        SHARE(part, parts(n, m->intermediate)) gated(&x, l, gate_up, m->intermediate, part, tiles);
         meet(team, threads);
         x = operand(&l->down, gate_up, n, m->intermediate, pairs);
-        SHARE(part, parts(n, hidden)) linear(&x, &l->down, l->down_bias, 1, residual, hidden, part);
+        SHARE(part, parts(n, hidden)) linear(&x, &l->down, l->down_bias, 1, residual, hidden, part, tiles);
     }
     meet(team, threads);
     for (int64_t b = thread; b < n; b += threads)
@@ -291,14 +289,15 @@ static void project_on_thread(void *argument) {
     const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
     struct team *team = (void *)p->work;
     int phase = 0;
-    bf16 *pairs = (bf16 *)(p->work + up(team_bytes(threads), 64)) + thread * up(p->n, 16) * p->k;
+    bf16 *pairs = (bf16 *)(p->work + up(team_bytes(threads), 64)) + thread * (up(p->n, 16) + COLUMNS) * p->k;
+    bf16 *tiles = pairs + up(p->n, 16) * p->k;
     const struct operand x = operand(p->w, p->x, p->n, p->k, pairs);
     struct tiles before;
     use_tiles(&before);
     float sums[ROWS][COLUMNS] __attribute__((aligned(64)));
     SHARE(c, p->columns / COLUMNS)
         for (int64_t first = 0; first < p->n; first += ROWS) {
-            product(&x, first, p->w, c * COLUMNS, sums);
+            product(&x, first, p->w, c * COLUMNS, tiles, sums);
             for (int64_t m = 0; m < ROWS && first + m < p->n; m++)
                 memcpy(p->out + (first + m) * p->columns + c * COLUMNS, sums[m], sizeof sums[m]);
         }
@@ -306,7 +305,7 @@ static void project_on_thread(void *argument) {
 }
 
 int64_t project_bytes(int64_t n, int64_t k, int64_t threads) {
-    return up(team_bytes(threads), 64) + threads * up(n, 16) * k * 2;
+    return up(team_bytes(threads), 64) + threads * (up(n, 16) + COLUMNS) * k * 2;
 }
 
 /* out (n, columns) float32 = x (n, k) w^T.  x has rows of anything up to a multiple of 16. */

@@ -3,7 +3,7 @@
 enum {
     ROWS = 32, COLUMNS = 32, /* of a result, computed together */
     GROUP = 256,             /* rows that meet a block of weights while both are in the L2 cache */
-    MOST_ROWS = 64,          /* with small weights: they are made anew for every ROWS, which from here on is slower */
+    MOST = 1 << 19,          /* numbers of x with small weights: x has to stay in the L2 cache beside them */
     AHEAD = 8192,            /* bytes of weights, asked for before they are used */
 };
 
@@ -32,15 +32,23 @@ INLINE void restore_tiles(const struct tiles *before) {
     else _tile_release();
 }
 
+/* Small weights, made: pairs of tiles, (k / 32, 2, 16 outputs, 32 inputs).  If only one block of rows meets them, two
+   pairs take turns, which stay in the L1 cache; if several do, all are kept, and the others need not make them again. */
+struct made {
+    bf16 *tiles;
+    int64_t which; /* of a pair's number: its place */
+};
+
 /* Two tiles of weights on their way: asked for ahead of their use, and made one turn before it, so that loading them
    need not wait for the stores. */
-INLINE void make(const int bits, const void *small, int64_t i, int64_t pieces, bf16 made[2][2][TILE]) {
+INLINE void make(const int bits, const void *small, int64_t i, int64_t pieces, const struct made *made) {
     if (i >= pieces) return;
     const char *w = (const char *)small + 2 * i * tile_bytes(bits);
+    bf16 *to = made->tiles + (i & made->which) * 2 * TILE;
     fetch((const bf16 *)(w + AHEAD), tile_bytes(bits)); /* two tiles, in bf16's of 2 bytes */
-    for (int j = 0; j < 2; j++, w += tile_bytes(bits))
-        if (bits == 4) expand4((const void *)w, made[i & 1][j]);
-        else expand8((const void *)w, made[i & 1][j]);
+    for (int j = 0; j < 2; j++, w += tile_bytes(bits), to += TILE)
+        if (bits == 4) expand4((const void *)w, to);
+        else expand8((const void *)w, to);
 }
 
 /* sums[m][c] = sum over k of x[m][k] * w[c][k], for 16 or 32 rows m and 32 columns c.
@@ -67,15 +75,16 @@ INLINE void multiply(const bf16 *x, int two, int64_t k, const bf16 *w, int again
 /* The same with small weights, which are made as rows: now they are the left operand, x (see `operand`) is the right
    one, and the result comes out with rows and columns exchanged.  The order of the sums is the same. */
 INLINE void multiply_small(
-    const int bits, const bf16 *x, int two, int64_t k, const void *w, float sums[ROWS][COLUMNS]
+    const int bits, const bf16 *x, int two, int64_t k, const void *w, const int again, const struct made *made,
+    float sums[ROWS][COLUMNS]
 ) {
     const bf16 *lower = x + 16 * k;
-    bf16 made[2][2][TILE] __attribute__((aligned(64)));
     _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
-    make(bits, w, 0, k / 32, made);
+    if (!again) make(bits, w, 0, k / 32, made);
     for (int64_t i = 0; i < k / 32; i++) {
-        make(bits, w, i + 1, k / 32, made);
-        _tile_loadd(4, made[i & 1][0], 64); _tile_loadd(5, made[i & 1][1], 64);
+        if (!again) make(bits, w, i + 1, k / 32, made);
+        const bf16 *tiles = made->tiles + (i & made->which) * 2 * TILE;
+        _tile_loadd(4, tiles, 64); _tile_loadd(5, tiles + TILE, 64);
         _tile_loadd(6, x + i * TILE, 64);
         _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 5, 6);
         if (two) {
@@ -99,9 +108,13 @@ struct operand {
     int64_t n, k, bits; /* bits: of the weights */
 };
 
-/* x has rows of anything up to a multiple of 16; pairs: room for as much if n is at most MOST_ROWS. */
+/* Whether n rows of k are multiplied with small weights; more come in several groups, for each of which the weights
+   would be made anew. */
+INLINE int few(int64_t n, int64_t k) { return n <= GROUP && up(n, 16) * k <= MOST; }
+
+/* x has rows of anything up to a multiple of 16; pairs: room for as much if they are `few`. */
 static struct operand operand(const struct matrix *w, const bf16 *x, int64_t n, int64_t k, bf16 *pairs) {
-    if (w->bits == 16 || n > MOST_ROWS) return (struct operand){x, n, k, 16};
+    if (w->bits == 16 || !few(n, k)) return (struct operand){x, n, k, 16};
     for (int64_t m = 0; m < n; m += 16)
         for (int64_t i = 0; i < k; i += 32) {
             __m512i r[16];
@@ -112,16 +125,19 @@ static struct operand operand(const struct matrix *w, const bf16 *x, int64_t n, 
     return (struct operand){pairs, n, k, w->bits};
 }
 
-/* 32 rows (from `first`) and 32 columns of x w^T. */
+/* 32 rows (from `first`) and 32 columns of x w^T.  tiles: room for 32 x k small weights, which a call for the first rows
+   of a group leaves there for the calls for the others. */
 static void product(
-    const struct operand *x, int64_t first, const struct matrix *w, int64_t column, float sums[ROWS][COLUMNS]
+    const struct operand *x, int64_t first, const struct matrix *w, int64_t column, bf16 *tiles,
+    float sums[ROWS][COLUMNS]
 ) {
     const int64_t k = x->k;
-    const int two = x->n - first > 16;
+    const int two = x->n - first > 16, again = first % GROUP != 0;
+    const struct made made = {tiles, x->n > ROWS ? INT64_MAX : 1};
     const char *small = (const char *)w->small + column / 16 * (k / 32) * tile_bytes(w->bits);
-    switch (x->bits == 16 ? 16 : w->bits) {
-    case 4: multiply_small(4, x->x + first * k, two, k, small, sums); break;
-    case 8: multiply_small(8, x->x + first * k, two, k, small, sums); break;
-    default: multiply(x->x + first * k, two, k, w->blocks + column * k, first % GROUP != 0, sums);
-    }
+    const bf16 *at = x->x + first * k;
+    if (x->bits == 16) multiply(at, two, k, w->blocks + column * k, again, sums);
+    else if (again) multiply_small(4, at, two, k, small, 1, &made, sums); /* made: in however many bits they were */
+    else if (w->bits == 4) multiply_small(4, at, two, k, small, 0, &made, sums);
+    else multiply_small(8, at, two, k, small, 0, &made, sums);
 }

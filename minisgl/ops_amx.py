@@ -185,7 +185,7 @@ _Model = _structure(
 )
 _Step = _structure(
     "_Step",
-    integer="n sequences decodes",
+    integer="n sequences",
     pointer="ids positions slots starts lengths rows table",
     integer_2="table_stride longest",
     pointer_2="rope kv",
@@ -265,7 +265,7 @@ class AmxOps(PackedOps):
         of_sequences = batch.q_start, batch.seq_lens, batch.rows, batch.table
         starts, lengths, rows, table = (_pointer(x, torch.int32) for x in of_sequences)
         step = _Step(
-            n, batch.num_seqs, batch.num_decodes, ids, positions, slots, starts, lengths, rows, table,
+            n, batch.num_seqs, ids, positions, slots, starts, lengths, rows, table,
             batch.table.stride(0), longest, _pointer(rope, torch.float32), _pointer(kv), kv.shape[2], _pointer(out),
             work, threads,
         )  # fmt: skip

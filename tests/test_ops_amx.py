@@ -3,6 +3,7 @@ happens where it cannot be used."""
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import subprocess
 from itertools import chain, takewhile
@@ -295,6 +296,46 @@ def test_a_prompt_has_the_same_bits_in_any_chunks_and_company(name):
         assert torch.equal(torch.cat(hidden), want[2]), chunks
         slots = alone.batch([2], new=[60]).out_slots
         assert torch.equal(alone.kv[:, :, slots], kv[:, :, slots])
+
+
+def as_decodes(batch: ForwardBatch) -> ForwardBatch:
+    """The same with every token a decode, as the runner asks for tokens that a grammar forced."""
+    rows = batch.rows.repeat_interleave(batch.q_start.diff())
+    ends, starts = batch.positions + 1, torch.arange(len(rows) + 1)
+    host = HostBatch(starts.numpy(), ends.numpy(), rows.numpy())
+    changes = dict(q_start=starts.int(), seq_lens=ends.int(), rows=rows, num_decodes=len(rows), max_new=1, host=host)
+    return dataclasses.replace(batch, **changes)
+
+
+@needs_amx
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_token_has_the_same_bits_as_a_prompts_a_decode_or_forced(name):
+    """In attention, up to 16 tokens that follow each other in a sequence are computed together, forced ones too."""
+    sequences = Sequences([100, 40, 33, 230], **MODELS[name])
+    batch = sequences.batch(new=[1, 40, 5, 35], decodes=1)
+    want, kv = sequences.run(batch)
+    got, kv_decoded = sequences.run(as_decodes(batch))
+    assert torch.equal(got, want) and torch.equal(kv, kv_decoded)
+    for i in range(5):
+        alone = Sequences([100, 40, 33, 230], **MODELS[name])
+        alone.kv, alone.lengths[2] = kv, 29 + i
+        assert torch.equal(alone.run(alone.batch([2]))[0][0], want[41 + i])
+
+
+@needs_amx
+def test_decodes_of_a_sequence_that_do_not_follow_each_other():
+    sequences = Sequences([60, 60])
+    apart = as_decodes(sequences.batch(new=[20, 20]))
+    order = torch.tensor([3, 4, 2, 25, 26, 5, 6, 8, 27, 31, 30])
+    rows, ends = apart.rows[order], apart.seq_lens[order]
+    host = HostBatch(np.arange(len(order) + 1), ends.numpy(), rows.numpy())
+    chosen = {name: getattr(apart, name)[order] for name in ("input_ids", "positions", "out_slots")}
+    mixed = dataclasses.replace(
+        apart, **chosen, q_start=torch.arange(len(order) + 1).int(), seq_lens=ends, rows=rows,
+        num_decodes=len(order), host=host,
+    )  # fmt: skip
+    want, sequences.kv = sequences.run(apart)
+    assert torch.equal(sequences.run(mixed)[0], want[order])
 
 
 @needs_amx

@@ -85,7 +85,7 @@ def product(ops: AmxOps, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 @needs_amx
-@pytest.mark.parametrize("rows", [1, 16, 17, 31, 32])
+@pytest.mark.parametrize("rows", [1, 16, 17, 31, 32, 33, 100, 256, 257])
 @pytest.mark.parametrize("make", [q4_1, q8_0])
 @pytest.mark.parametrize("inputs", [32, 160])
 def test_products_have_the_same_bits(monkeypatch, make, rows, inputs):
@@ -110,10 +110,10 @@ def quantised(sequences: Sequences, only: str | None) -> Llama:
 @needs_amx
 @pytest.mark.parametrize("only", [None, "gate_up"])
 def test_a_step_with_small_weights_has_the_same_bits(monkeypatch, only):
-    """Also where only the gate of a SwiGLU is small."""
+    """Also where only the gate of a SwiGLU is small, and for more rows than meet small weights at once."""
 
     def run(small: bool) -> list[torch.Tensor]:
-        sequences = Sequences([30, 1, 77, 40, 5, 100], seed=3)
+        sequences = Sequences([30, 1, 77, 40, 5, 100, 300], seed=3)
         model = quantised(sequences, only)
         if not small:
             monkeypatch.setattr(
@@ -125,8 +125,10 @@ def test_a_step_with_small_weights_has_the_same_bits(monkeypatch, only):
         found = sorted({matrix.bits for matrix, _ in sequences.ops._matrices.values()})
         assert found == ([16] if not small else [4, 16] if only else [4])
         decoded, kv = sequences.run()
-        mixed, _ = sequences.run(sequences.batch(new=[1, 1, 20, 40, 5, 70], decodes=2))
-        return [decoded, kv, mixed]
+        steps = [decoded, kv]
+        for new in ([1, 1, 12, 8, 5, 3, 3], [1, 1, 20, 40, 5, 70, 1], [1, 1, 20, 40, 5, 70, 119], [1] * 6 + [290]):
+            steps.append(sequences.run(sequences.batch(new=new, decodes=2))[0])  # 33, 138, 256 and 296 rows
+        return steps
 
     for got, want in zip(run(True), run(False)):
         assert torch.equal(got, want)
