@@ -164,15 +164,14 @@ int64_t work_bytes(const struct model *m, int64_t n, int64_t longest, int64_t th
 
 /* A piece ends with its sequence or after 16 tokens.  Decodes may follow each other in one sequence. */
 static int64_t cut(const struct step *s, struct piece *pieces) {
-    int64_t count = 0, row = -1;
+    int64_t count = 0;
+    struct piece *last = 0;
     for (int64_t i = 0; i < s->sequences; i++) {
         const int32_t *slots = s->table + s->rows[i] * s->table_stride;
         for (int64_t t = s->starts[i]; t < s->starts[i + 1]; t++) {
             const int64_t seen = s->lengths[i] - (s->starts[i + 1] - t) + 1;
-            struct piece *last = pieces + count - 1;
-            if (s->rows[i] == row && last->count < 16 && seen == last->seen + last->count) last->count++;
-            else pieces[count++] = (struct piece){t, 1, seen, slots};
-            row = s->rows[i];
+            if (last && slots == last->slots && seen == last->seen + last->count && last->count < 16) last->count++;
+            else *(last = pieces + count++) = (struct piece){t, 1, seen, slots};
         }
     }
     return count;
