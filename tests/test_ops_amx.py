@@ -549,26 +549,48 @@ def test_the_runtime_uses_it_unless_told_otherwise(tmp_path):
 
 @needs_amx
 def test_the_runtime_gives_the_same_bits_whatever_else_it_computes(tmp_path):
-    """One request after the other, all at once, in chunks, with a cached prefix or without.
-
-    Except where one token of a prompt is left for the last chunk: that is scheduled, and computed, as a decode.
-    """
+    """One after the other, all at once, in any chunks, with a cached prefix or without, computed again after a retraction,
+    and what was generated as part of the next turn's prompt."""
     folder = tiny_models.make("llama3", tmp_path)
     shared = np.random.default_rng(0).integers(3, 250, 70).tolist()
     prompts = [shared + np.random.default_rng(i).integers(3, 250, 3 + 29 * i).tolist() for i in range(5)]
-    params = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}
+    params = {"temperature": 0.0, "max_new_tokens": 30, "ignore_eos": True}
 
-    def generate(at_once: bool, **options) -> list[tuple[list, list]]:
-        with Runtime(str(folder), dtype="bfloat16", kv_capacity=2000, **options) as runtime:
+    def generate(at_once: bool, **options) -> tuple[list, int]:
+        """Tokens and log-probabilities of two turns, and how often a request stepped back."""
+        options = {"kv_capacity": 2000} | options
+        with Runtime(str(folder), dtype="bfloat16", **options) as runtime:
             assert type(runtime._engine.runner.model.ops) is AmxOps
-            ask = dict(sampling_params=params, return_logprob=True)
-            if at_once:
-                replies = runtime.generate(input_ids=prompts, **ask)
-            else:
-                replies = [runtime.generate(input_ids=prompt, **ask) for prompt in prompts]
-        return [(r["output_ids"], [x[0] for x in r["meta_info"]["output_token_logprobs"]]) for r in replies]
+            answers, turns = [], prompts
+            for _ in range(2):
+                ask = dict(sampling_params=params, return_logprob=True)
+                if at_once:
+                    replies = runtime.generate(input_ids=turns, **ask)
+                else:
+                    replies = [runtime.generate(input_ids=turn, **ask) for turn in turns]
+                answers += [(r["output_ids"], [x[0] for x in r["meta_info"]["output_token_logprobs"]]) for r in replies]
+                turns = [turn + reply["output_ids"] + shared[:5] for turn, reply in zip(turns, replies)]
+            return answers, runtime.stats()["retractions"]
 
-    want = generate(False, radix_cache=False, chunk_size=-1)
-    assert generate(True) == want
-    assert generate(True, chunk_size=17) == want
-    assert generate(False, chunk_size=40) == want
+    want, _ = generate(False, radix_cache=False, chunk_size=-1)
+    assert generate(True)[0] == want
+    assert generate(False, chunk_size=40)[0] == want
+    last_alone = len(prompts[0]) - 1  # one token of a prompt is left: that is scheduled as a decode
+    assert generate(True, chunk_size=17)[0] == generate(True, chunk_size=last_alone)[0] == want
+    retracted, times = generate(True, kv_capacity=340)
+    assert retracted == want and times > 0
+
+
+@needs_amx
+def test_the_runtime_gives_the_same_bits_whether_tokens_are_forced_or_sampled(default_model_folder):
+    regex = r'\{"name": "[A-Z][a-z]{2,8}", "favourite place": "(the harbour|the library)", "age": [1-9]\}'
+    params = {"temperature": 0.0, "max_new_tokens": 60, "regex": regex}
+    replies = []
+    for jump in (True, False):
+        with Runtime(default_model_folder, dtype="bfloat16", kv_capacity=1000, jump_forward=jump) as runtime:
+            assert type(runtime._engine.runner.model.ops) is AmxOps
+            found = runtime.generate(["Tom:", "Ada, nine years old:"], params)
+            again = runtime.generate([f"{r['text']}\n" for r in found], params)
+        replies.append([(r["text"], r["output_ids"]) for r in [*found, *again]])
+        assert all((r["meta_info"]["forced_tokens"] > 10) is jump for r in found)
+    assert replies[0] == replies[1]
