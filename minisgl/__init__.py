@@ -29,13 +29,14 @@ _WHERE = {
     "GrammarError": "fsm",
     **dict.fromkeys(
         (
-            "function", "gen", "gen_int", "gen_string", "select", "image", "video", "system", "user", "assistant",
-            "system_begin", "system_end", "user_begin", "user_end", "assistant_begin", "assistant_end",
-            "separate_reasoning", "set_default_backend", "flush_cache", "get_server_info", "join", "SglFunction",
+            "gen", "gen_int", "gen_string", "select", "image", "video", "system", "user", "assistant", "system_begin",
+            "system_end", "user_begin", "user_end", "assistant_begin", "assistant_end", "separate_reasoning",
         ),
-        "lang",
+        "primitives",
     ),
+    **dict.fromkeys(("function", "set_default_backend", "flush_cache", "get_server_info", "SglFunction"), "lang"),
     "ProgramState": "state",
+    "join": "state",
     "TraceError": "trace",
     "token_length_normalized": "choices",
     "greedy_token_selection": "choices",
@@ -62,33 +63,33 @@ if TYPE_CHECKING:
     from .fsm import Grammar as Grammar
     from .fsm import GrammarError as GrammarError
     from .lang import SglFunction as SglFunction
-    from .lang import assistant as assistant
-    from .lang import assistant_begin as assistant_begin
-    from .lang import assistant_end as assistant_end
     from .lang import flush_cache as flush_cache
     from .lang import function as function
-    from .lang import gen as gen
-    from .lang import gen_int as gen_int
-    from .lang import gen_string as gen_string
     from .lang import get_server_info as get_server_info
-    from .lang import image as image
-    from .lang import join as join
-    from .lang import select as select
-    from .lang import separate_reasoning as separate_reasoning
     from .lang import set_default_backend as set_default_backend
-    from .lang import system as system
-    from .lang import system_begin as system_begin
-    from .lang import system_end as system_end
-    from .lang import user as user
-    from .lang import user_begin as user_begin
-    from .lang import user_end as user_end
-    from .lang import video as video
     from .output import EngineError as EngineError
+    from .primitives import assistant as assistant
+    from .primitives import assistant_begin as assistant_begin
+    from .primitives import assistant_end as assistant_end
+    from .primitives import gen as gen
+    from .primitives import gen_int as gen_int
+    from .primitives import gen_string as gen_string
+    from .primitives import image as image
+    from .primitives import select as select
+    from .primitives import separate_reasoning as separate_reasoning
+    from .primitives import system as system
+    from .primitives import system_begin as system_begin
+    from .primitives import system_end as system_end
+    from .primitives import user as user
+    from .primitives import user_begin as user_begin
+    from .primitives import user_end as user_end
+    from .primitives import video as video
     from .radix import RadixTree as RadixTree
     from .runtime import Runtime as Runtime
     from .sampling_params import SamplingParams as SamplingParams
     from .server import Server as Server
     from .state import ProgramState as ProgramState
+    from .state import join as join
     from .trace import TraceError as TraceError
 
 

@@ -16,12 +16,10 @@ asking the model.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 
-from .expressions import Algebra, GrammarError, Node, UnsupportedGrammar
+from .expressions import Algebra, GrammarError, Node, Operation, UnsupportedGrammar
 
 DEAD, START = 0, 1
 MAX_FORCED = 4096  # bytes in one compressed edge: a{100000} is forced, but nobody needs it in one piece
@@ -55,13 +53,14 @@ class Automaton:
         """The state of an expression."""
         state = self._numbers.get(node)
         if state is None:
-            state = self._numbers[node] = len(self.nodes)
+            state = len(self.nodes)
             if state > self.max_states:
                 raise UnsupportedGrammar(f"the grammar is too big: more than {self.max_states} automaton states")
             if state == len(self.table):
                 self._grow()
-            self.nodes.append(node)
             self.accepting[state] = node.nullable
+            self.nodes.append(node)
+            self._numbers[node] = state  # last: who is interrupted before has made a state that nobody knows
         return state
 
     def _grow(self) -> None:
@@ -70,15 +69,17 @@ class Automaton:
         self.expanded = np.concatenate([self.expanded, np.zeros(size, dtype=bool)])
         self.accepting = np.concatenate([self.accepting, np.zeros(size, dtype=bool)])
 
-    @contextmanager
-    def working(self, seconds: float | None = None) -> Iterator[None]:
-        """Growing the automaton: one thread at a time, on the budget's clock."""
-        with self.lock, self.algebra.budget.operation(seconds):
-            yield
+    def working(self, seconds: float | None = None) -> Operation:
+        """Growing the automaton on the budget's clock: `with automaton.lock, automaton.working(): ...`.
+
+        The lock stands there by itself, since a KeyboardInterrupt can come between any two steps of Python, but not
+        between a lock's taking and the `with` that gives it back; a context manager of our own might keep it.
+        """
+        return self.algebra.budget.operation(seconds)
 
     def expand(self, state: int) -> None:
         """Fill the state's row."""
-        with self.working():
+        with self.lock, self.working():
             if self.expanded[state]:
                 return
             arms = [(bits, self.number(left)) for bits, left in self.algebra.arms(self.nodes[state])]
@@ -109,7 +110,7 @@ class Automaton:
     def forced(self, state: int) -> tuple[bytes, int]:
         """The bytes that every way on from `state` begins with, up to the first choice or right to stop, and
         the state after them."""
-        with self.working():
+        with self.lock, self.working():
             found = self._forced.get(state)
             if found is None:
                 found = self._forced[state] = self._follow(state)

@@ -356,11 +356,12 @@ class _Budget:
 
 def _sampling(program: SglFunction, params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(sampling parameters, options) of a run.  Raises TypeError for an argument that is neither."""
-    from .lang import _OPTIONS, _PARAMS, _given, _run_params
+    from .lang import _OPTIONS, _PARAMS, _run_params
+    from .primitives import given_of
 
     rest = dict(params)
     given = {name: rest.pop(name, None) for name in _PARAMS}
-    options = _given({name: rest.pop(name, None) for name in _OPTIONS})
+    options = given_of({name: rest.pop(name, None) for name in _OPTIONS})
     more = program._more_params(rest)
     if rest:
         raise TypeError(f"map() got an unexpected argument {next(iter(rest))!r}")

@@ -55,16 +55,16 @@ def _raise_exception(message: str):
     raise jinja2.TemplateError(message)
 
 
-def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    # Jinja's own filter escapes <, > and & for HTML, which models never saw
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
 def _environment() -> LimitedEnvironment:
+    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+        # Jinja's own filter escapes <, > and & for HTML, which models never saw
+        options = {"ensure_ascii": ensure_ascii, "separators": separators, "sort_keys": sort_keys}
+        if indent is None:
+            return json.dumps(value, **options)
+        return env.joined(json.JSONEncoder(indent=indent, **options).iterencode(value))
+
     env = LimitedEnvironment(
-        filters={"tojson": _tojson},
+        filters={"tojson": tojson},
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_Generation, jinja2.ext.loopcontrols],

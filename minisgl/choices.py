@@ -18,6 +18,7 @@ The rules are functions of lists of numbers; `plan` says which numbers a backend
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,14 +36,15 @@ class Decision:
     scores: list[float | None]
 
 
-class ChoicesMethod:
+class ChoicesMethod(ABC):
     """A rule from log-probabilities to a choice.  `unconditional`: it also needs the u_ij."""
 
     name = ""
     unconditional = False
 
+    @abstractmethod
     def __call__(self, conditional: Scores, unconditional: Scores | None = None) -> Decision:
-        raise NotImplementedError
+        """One row of log-probabilities for each choice, one number for each of its scored tokens; never none at all."""
 
     def __repr__(self) -> str:
         return self.name

@@ -43,6 +43,7 @@ from .output import OVER, EngineError
 from .request import Request, Status
 
 if TYPE_CHECKING:
+    from .output import Alternatives
     from .runner import Runner, Step
     from .scheduler import Scheduler
 
@@ -268,6 +269,9 @@ class Engine:
             try:
                 if request.guide is not None and request.guide.failure is not None:
                     raise request.guide.failure
+                if request.guide is not None and token in self.runner.eos_ids:
+                    self._grammar_is_over(request, token, value)
+                    continue
                 matched = request.sink.token(token, value)
                 if matched is None and request.guide is not None and request.status is not Status.FINISHED:
                     request.guide.advance(token)
@@ -283,6 +287,17 @@ class Engine:
             else:
                 self.scheduler.finish(request, {"type": "stop", "matched": matched})
                 self._ended(request)
+
+    def _grammar_is_over(self, request: Request, token: int, logprob: tuple[float, Alternatives] | None) -> None:
+        """End a request by one of the model's stop ids, whatever the scheduler made of it: gone on, or "length".
+
+        Before `min_new_tokens` the sampler lets them pass only where the grammar has nothing else left.
+        """
+        if request.status is Status.FINISHED:
+            request.finish_reason = {"type": "stop", "matched": token}
+            request.sink.token(token, logprob)
+        else:
+            self._stop_at(request, token, logprob)
 
     def _jump(self, request: Request, launched: Step | None) -> str | None:
         """Append what the grammar forces, and end the request if that ends it; returns a stop string that it holds."""
@@ -362,10 +377,10 @@ class Engine:
                 self._ended(request)
                 return
 
-    def _stop_at(self, request: Request, token: int) -> None:
-        """End a request by its last token, which was forced and is one of its stop ids."""
+    def _stop_at(self, request: Request, token: int, logprob: tuple[float, Alternatives] | None = None) -> None:
+        """End a request by its last token, a stop id of its own that the sink was not given yet."""
         self.scheduler.finish(request, {"type": "stop", "matched": token})
-        request.sink.token(token)
+        request.sink.token(token, logprob)
         self._ended(request)
 
     def _abort(self, requests: list[Request], message: str) -> None:

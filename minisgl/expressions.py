@@ -24,10 +24,10 @@ Byte sets are ints of 256 bits. Everything is bounded by a `Budget`: nodes and s
 from __future__ import annotations
 
 import time
+import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 
 from .messages import one_line
 
@@ -59,26 +59,14 @@ class Budget:
     def __init__(self, nodes: int = 400_000, seconds: float = 8.0, mask_seconds: float = 2.0):
         self.nodes, self.seconds, self.mask_seconds = nodes, seconds, mask_seconds
         self.made = 0
-        self._running = 0
-        self._given = seconds
-        self._deadline = float("inf")  # outside of operations
+        self.given = seconds
+        self.deadline = float("inf")  # outside of operations
+        self.running: weakref.ref[Operation] | None = None  # the outermost; a dead one was interrupted at its end
 
-    @contextmanager
-    def operation(self, seconds: float | None = None) -> Iterator[None]:
+    def operation(self, seconds: float | None = None) -> Operation:
         """One piece of work with a clock of its own, of `seconds` or the budget's; what runs inside of it shares that
         clock. A recursion that exhausts Python's stack is an error of the grammar like others."""
-        if not self._running:
-            self._given = self.seconds if seconds is None else min(seconds, self.seconds)
-            self._deadline = time.thread_time() + self._given
-        self._running += 1
-        try:
-            yield
-        except RecursionError:
-            raise GrammarError("the grammar is nested too deeply") from None
-        finally:
-            self._running -= 1
-            if not self._running:
-                self._deadline = float("inf")
+        return Operation(self, self.seconds if seconds is None else min(seconds, self.seconds))
 
     def spend(self) -> None:
         """Count one node. Raises GrammarError when the grammar has had its share."""
@@ -89,8 +77,30 @@ class Budget:
             self.check_time()
 
     def check_time(self) -> None:
-        if time.thread_time() > self._deadline:
-            raise UnsupportedGrammar(f"the grammar takes longer than {self._given:g} s to work out")
+        if time.thread_time() > self.deadline:
+            raise UnsupportedGrammar(f"the grammar takes longer than {self.given:g} s to work out")
+
+
+class Operation:
+    """What `with budget.operation():` enters, see there."""
+
+    __slots__ = ("__weakref__", "budget", "outermost", "seconds")
+
+    def __init__(self, budget: Budget, seconds: float):
+        self.budget, self.seconds, self.outermost = budget, seconds, False
+
+    def __enter__(self) -> None:
+        budget = self.budget
+        self.outermost = budget.running is None or budget.running() is None
+        if self.outermost:
+            budget.given, budget.deadline = self.seconds, time.thread_time() + self.seconds
+            budget.running = weakref.ref(self)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.outermost:
+            self.budget.running, self.budget.deadline = None, float("inf")
+        if kind is not None and issubclass(kind, RecursionError):
+            raise GrammarError("the grammar is nested too deeply") from None
 
 
 class Node:
@@ -105,7 +115,8 @@ class Node:
         self._arms: Arms | None = None
 
     def derive(self, algebra: Algebra) -> Arms:
-        raise NotImplementedError
+        """What `Algebra.arms` remembers."""
+        raise NotImplementedError  # no ABC: those make isinstance(), which every constructor asks, four times slower
 
 
 class Empty(Node):

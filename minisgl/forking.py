@@ -20,7 +20,9 @@ from weakref import WeakSet
 
 _things: WeakSet[Renewable] = WeakSet()
 _computed = False  # an engine has run in this process: torch may have threads
-_parent: int | None = None  # process id of the parent, in a child of a process where one has
+_lost = False  # one has in the parent, or in its own parent: torch's threads are not here
+_forks = 0  # how many of them lie between this process and the first one
+_parent: int | None = None  # process id of the parent, after a fork
 
 
 class Renewable(Protocol):
@@ -50,14 +52,23 @@ def message(what: str) -> str:
 
 def check(what: str) -> None:
     """Raises RuntimeError in a child of a process that had an engine."""
-    if _parent is not None:
+    if _lost:
         raise RuntimeError(message(what))
 
 
+def born() -> int:
+    """The number of this process, to be given to `stayed` by what is made here and waited for later."""
+    return _forks
+
+
+def stayed(where: int) -> str | None:
+    """Why nobody will bring to its end what was begun in process number `where` (`born`): it was another one."""
+    return None if where == _forks else message("waiting for what was begun before")
+
+
 def _in_child() -> None:
-    global _parent
-    if _computed:
-        _parent = os.getppid()
+    global _parent, _forks, _lost
+    _parent, _forks, _lost = os.getppid(), _forks + 1, _lost or _computed
     for thing in list(_things):
         thing.after_fork()
 

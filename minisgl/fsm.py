@@ -104,7 +104,7 @@ class Grammar:
 
     def _state(self, text: str | bytes) -> int:
         data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
-        with self.automaton.working():
+        with self.automaton.lock, self.automaton.working():
             return self.automaton.step(START, data)
 
     def compile(self, tokenizer: BaseTokenizer, stop_ids: set[int] | None = None) -> TokenGrammar:
@@ -141,7 +141,7 @@ class TokenGrammar:
         self._forced: dict[int, list[int]] = {}
         if not self._masks.lives(START):
             raise GrammarError("no sequence of this tokenizer's tokens spells a text of the grammar")
-        with self.automaton.working():  # the first mask is part of compiling: nobody else waits for it
+        with self.automaton.lock, self.automaton.working():  # the first mask is compiling: nobody else waits for it
             self._masks.mask(START)
 
     def __repr__(self) -> str:
@@ -196,7 +196,7 @@ class TokenGrammar:
             return []
         found = self._forced.get(state)
         if found is None:
-            with self.automaton.working():
+            with self.automaton.lock, self.automaton.working():
                 found = jump.forced_tokens(self.automaton, self.trie, self.tokenizer, state)
                 if self.advance_all(state, found) is None:
                     found = []

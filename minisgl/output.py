@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from . import forking
 from .detokenizer import Detokenizer
 from .stops import StopChecker
 
@@ -62,7 +63,7 @@ class Ending:
     called, so that a request and whoever watched it are freed as soon as nobody asks for them any more.
     """
 
-    __slots__ = ("_callbacks", "_done", "error")
+    __slots__ = ("_born", "_callbacks", "_done", "error")
 
     # No lock: what may be called from a finaliser, in the middle of anything, must not wait for one.  A list's append
     # and pop are atomic, so each callback is taken by one thread, whether it came before the end or after it.
@@ -71,6 +72,7 @@ class Ending:
         self._done = False
         self.error: BaseException | None = None
         self._callbacks: list[Callable[[Ending], Any]] = []
+        self._born = forking.born()
 
     def done(self) -> bool:
         return self._done
@@ -99,8 +101,15 @@ class Ending:
             except BaseException:  # the others wait as well
                 logging.getLogger("minisgl").exception("a callback at the end of a request failed")
 
+    def check(self) -> None:
+        """Raises EngineError if it has not ended and never will: in a child process, where no engine runs."""
+        why = None if self._done else forking.stayed(self._born)
+        if why is not None:
+            raise EngineError(why)
+
     def result(self, timeout: float | None = None) -> None:
         """Wait for the end; raises the failure.  TimeoutError after `timeout` seconds."""
+        self.check()
         if not self._done:
             over = threading.Event()
             self.add_done_callback(lambda _: over.set())

@@ -71,18 +71,24 @@ class Preparer:
 
     def prepare(
         self,
-        prompt: str | Sequence[str] | None,
-        sampling_params: Params | Sequence[Params],
-        input_ids: Any,
-        on_chunk: Callable[[Any], None] | None,
-        return_logprob: bool,
-        logprob_start_len: int,
-        top_logprobs_num: int,
-        text_in_logprobs: bool,
-        priority: int,
-        rid: str | None,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Params | Sequence[Params] = None,
+        *,
+        input_ids: Any = None,
+        on_chunk: Callable[[Any], None] | None = None,
+        return_logprob: bool = False,
+        logprob_start_len: int = -1,
+        top_logprobs_num: int = 0,
+        return_text_in_logprobs: bool = False,
+        priority: int = 0,
+        rid: str | None = None,
     ) -> tuple[list[Sink], bool]:
-        """`Runtime.prepare`."""
+        """Check everything, as `Runtime.generate` says it, and make a Request with its Sink for each output wanted.
+
+        Nothing is queued: that is `engine.submit([sink.request for sink in sinks])`, which several calls' requests may
+        share.  `on_chunk` is called on the engine's thread with each item of a stream, and with None at its end.
+        Returns the sinks, and whether one reply rather than a list was asked for.
+        """
         prompts, single = self._token_ids(prompt, input_ids)
         if isinstance(sampling_params, Sequence) and not isinstance(sampling_params, (str, Mapping)):
             if len(sampling_params) != len(prompts):
@@ -96,7 +102,7 @@ class Preparer:
         check_int("top_logprobs_num", top_logprobs_num, 0)
         check_int("priority", priority)
         check_flag("return_logprob", return_logprob)
-        check_flag("return_text_in_logprobs", text_in_logprobs)
+        check_flag("return_text_in_logprobs", return_text_in_logprobs)
         if (logprob_start_len >= 0 or top_logprobs_num) and not return_logprob:
             raise ValueError("logprob_start_len and top_logprobs_num need return_logprob=True")
         if rid is not None and not (isinstance(rid, str) and rid):
@@ -115,7 +121,7 @@ class Preparer:
                 if return_logprob:
                     request.return_logprob, request.top_logprobs = True, top_logprobs_num
                     request.logprob_start = logprob_start_len if logprob_start_len >= 0 else None
-                    logprobs = TokenLogprobs(request.logprob_start, top_logprobs_num, text_in_logprobs)
+                    logprobs = TokenLogprobs(request.logprob_start, top_logprobs_num, return_text_in_logprobs)
                 why = self._scheduler.refusal(request)
                 if why is not None:
                     raise ValueError(why)

@@ -45,7 +45,8 @@ and only the edge where they part needs one NumPy comparison to find the place. 
 is corrected when it is read: a use does not touch it, so an entry may be out of date, and is checked when it
 comes up (see `_offer`).
 
-The tree never sees a tensor, takes no locks in the threading sense, and belongs to one thread.
+The tree never sees a tensor, takes no locks in the threading sense, and belongs to one thread. How it is
+checked, and shown as data or as text, is in `radix_inspect`.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from . import radix_inspect
 from .events import EventLog
 
 Ints = NDArray[np.int32]
@@ -173,9 +175,10 @@ class RadixTree:
         """Nodes besides the root."""
         self.version = 0
         """Grows with each structural change: a leaf added, an edge split, a leaf evicted."""
+        self.tick = 0
+        """Matches and inserts so far: the clock of `Node.last_access`."""
         self._rank = _RANKS[eviction]
         self._heap: list[tuple[Any, int, Node]] = []  # (rank, id, node): the id decides ties
-        self._tick = 0
         self._next_id = 1
 
     @property
@@ -261,7 +264,7 @@ class RadixTree:
         """Make the last node of `path` end where the match does, and mark the path as used."""
         if over:
             path[-1] = self._split(path[-1], path[-1].length - over)
-        self._tick = tick = self._tick + 1
+        self.tick = tick = self.tick + 1
         for node in path:
             node.last_access = tick
             node.hits += hits
@@ -292,7 +295,7 @@ class RadixTree:
 
     def _add_leaf(self, parent: Node, key: Ints, slots: Ints, priority: int) -> Node:
         leaf = self._new_node(key.tobytes(), slots.copy(), parent)
-        leaf.last_access, leaf.created, leaf.priority = self._tick, self._tick, priority
+        leaf.last_access, leaf.created, leaf.priority = self.tick, self.tick, priority
         parent.children[key.item(0)] = leaf
         self.evictable += leaf.length
         return leaf
@@ -439,6 +442,16 @@ class RadixTree:
     def _heap_limit(self) -> int:
         return 2 * self.num_nodes + 64
 
+    def _check_heap(self) -> None:
+        current = {node.id: rank for rank, _, node in self._heap if rank == node.queued}
+        for node in self.nodes():
+            if not node.children and not node.lock_count:
+                radix_inspect.require(
+                    node.id in current and current[node.id] <= self._rank(node),
+                    f"invariant 2: eviction cannot find unlocked leaf #{node.id} in time",
+                )
+        radix_inspect.require(len(self._heap) <= self._heap_limit(), "the eviction heap has outgrown the tree")
+
     # ------------------------------------------------------------------------------------------ looking at it
 
     def nodes(self) -> Iterator[Node]:
@@ -457,29 +470,8 @@ class RadixTree:
         differ in their first token, no node but the root is empty; and no slot is stored twice. For tests and
         idle times: costs a full walk.
         """
-        nodes = list(self.nodes())
-        for node in (self.root, *nodes):
-            _check_node(node)
-        _require(self.num_nodes == len(nodes), f"num_nodes is {self.num_nodes}, the tree has {len(nodes)}")
-        _require(len({node.id for node in nodes} - {0}) == len(nodes), "two nodes have the same id")
-        slots = np.concatenate([self.root.slots, *(node.slots for node in nodes)])
-        _require(len(np.unique(slots)) == len(slots), "invariant 3: a slot is stored twice")
-
-        locked = sum(node.length for node in nodes if node.lock_count)
-        evictable = sum(node.length for node in nodes if not node.lock_count)
-        ledger = f"evictable {self.evictable} and locked {self.locked}"
-        _require(
-            (self.evictable, self.locked) == (evictable, locked),
-            f"invariant 2: the ledger says {ledger}, the nodes have {evictable} and {locked}",
-        )
-        current = {node.id: rank for rank, _, node in self._heap if rank == node.queued}
-        for node in nodes:
-            if not node.children and not node.lock_count:
-                _require(
-                    node.id in current and current[node.id] <= self._rank(node),
-                    f"invariant 2: eviction cannot find unlocked leaf #{node.id} in time",
-                )
-        _require(len(self._heap) <= self._heap_limit(), "the eviction heap has outgrown the tree")
+        radix_inspect.check_books(self)
+        self._check_heap()
 
     def snapshot(self) -> dict[str, Any]:
         """The tree as plain dicts, lists and ints, for a visualiser or a JSON file.
@@ -488,14 +480,7 @@ class RadixTree:
         of a node: id, tokens, slots, lock_count, last_access, created, hits, priority and children (a list of
         nodes).
         """
-        root = _plain(self.root)
-        plain = {0: root}
-        for node in self.nodes():
-            assert node.parent is not None
-            plain[node.id] = _plain(node)
-            plain[node.parent.id]["children"].append(plain[node.id])
-        names = ("eviction", "version", "total", "evictable", "locked", "num_nodes")
-        return {**{name: getattr(self, name) for name in names}, "tick": self._tick, "root": root}
+        return radix_inspect.snapshot(self)
 
     def pretty(self, decode: Callable[[list[int]], str] | None = None, max_tokens: int = 8) -> str:
         """The tree as text, one node a line, of each edge at most `max_tokens` (through `decode`, if given).
@@ -505,15 +490,7 @@ class RadixTree:
             ├── #1 [3 4] 2 tokens
             └── #3 [9] 1 token, 1 lock
         """
-        lines = [repr(self)]
-        stack = [(child, "") for child in self.root.children.values()][::-1]
-        while stack:
-            node, indent = stack.pop()
-            last = not stack or stack[-1][0].parent is not node.parent
-            lines.append(f"{indent}{'└── ' if last else '├── '}{_line(node, decode, max_tokens)}")
-            below = indent + ("    " if last else "│   ")
-            stack.extend([(child, below) for child in node.children.values()][::-1])
-        return "\n".join(lines)
+        return radix_inspect.pretty(self, decode, max_tokens)
 
     def __repr__(self) -> str:
         size = f"{self.total} tokens in {self.num_nodes} nodes"
@@ -567,45 +544,3 @@ def _common(a: Ints, b: Ints) -> int:
     n = min(len(a), len(b))
     # argmax finds the first True; 0 can only mean that there is none, since element 0 is known to be equal.
     return int((a[:n] != b[:n]).argmax()) or n
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:  # not an assert statement: this must work under python -O as well
-        raise AssertionError(message)
-
-
-def _check_node(node: Node) -> None:
-    where = f"node #{node.id}"
-    lengths = node.length, len(node.raw) // _TOKEN_BYTES, len(node.slots)
-    _require(len(set(lengths)) == 1, f"invariant 3: length, key and slots of {where} differ: {lengths}")
-    owned = node.slots.dtype == np.int32 and node.slots.flags.owndata and not node.slots.flags.writeable
-    _require(owned, f"invariant 3: {where} does not own its slots")
-    _require(node.length > 0 or node.id == 0, f"invariant 3: {where} is empty")
-    _require(
-        node.id == 0 or node.lock_count >= sum(child.lock_count for child in node.children.values()),
-        f"invariant 2: {where} has fewer locks than its children",
-    )
-    for first, child in node.children.items():
-        _require(child.parent is node, f"child #{child.id} of {where} has another parent")
-        _require(child.key[0] == first, f"invariant 3: {where} files child #{child.id} under the wrong token")
-        history = [(node.last_access, child.last_access), (node.hits, child.hits)]
-        history += [(node.priority, child.priority), (child.created, node.created)]
-        _require(
-            node.id == 0 or all(upper >= lower for upper, lower in history),
-            f"invariant 2: {where} has a child #{child.id} that was used without it",
-        )
-
-
-def _plain(node: Node) -> dict[str, Any]:
-    names = ("id", "lock_count", "last_access", "created", "hits", "priority")
-    plain = {name: getattr(node, name) for name in names}
-    return {**plain, "tokens": node.key.tolist(), "slots": node.slots.tolist(), "children": []}
-
-
-def _line(node: Node, decode: Callable[[list[int]], str] | None, max_tokens: int) -> str:
-    shown = node.key[:max_tokens].tolist()
-    text = repr(decode(shown)) if decode else f"[{' '.join(map(str, shown))}]"
-    cut = "…" if node.length > max_tokens else ""
-    tokens = f"{node.length} token{'s' if node.length > 1 else ''}"
-    locks = f", {node.lock_count} lock{'s' if node.lock_count > 1 else ''}" if node.lock_count else ""
-    return f"#{node.id} {text}{cut} {tokens}{locks}"

@@ -27,6 +27,7 @@ Policies know workers by name and load only: the HTTP router is one user, not th
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -58,12 +59,12 @@ class CacheReport(NamedTuple):
     pending_chars: int = 0
 
 
-class Policy:
+class Policy(ABC):
     """`choose` is what a policy is.  The rest is for those that remember, and does nothing here."""
 
+    @abstractmethod
     def choose(self, loads: Mapping[str, int], key: str | None) -> Choice:
         """One of `loads`: every worker that may be chosen (at least one) with its sequences in flight."""
-        raise NotImplementedError
 
     def forget(self, worker: str) -> None:
         """The worker is gone, or back with an empty cache."""

@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import queue
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -240,8 +240,9 @@ class Runtime:
             chunks = queue.SimpleQueue()
             on_chunk = chunks.put
         sinks, single = self.prepare(
-            prompt, sampling_params, input_ids, on_chunk, return_logprob, logprob_start_len, top_logprobs_num,
-            return_text_in_logprobs, priority, rid,
+            prompt, sampling_params, input_ids=input_ids, on_chunk=on_chunk, return_logprob=return_logprob,
+            logprob_start_len=logprob_start_len, top_logprobs_num=top_logprobs_num,
+            return_text_in_logprobs=return_text_in_logprobs, priority=priority, rid=rid,
         )  # fmt: skip
         if chunks is not None:
             replies = self._stream(sinks[0], chunks)
@@ -281,8 +282,9 @@ class Runtime:
             on_chunk = partial(_put_in_loop, loop, chunks)
         # off the loop: tokenising a long prompt or compiling a grammar takes a while
         sinks, single = await asyncio.to_thread(
-            self.prepare, prompt, sampling_params, input_ids, on_chunk, return_logprob, logprob_start_len,
-            top_logprobs_num, return_text_in_logprobs, priority, rid,
+            self.prepare, prompt, sampling_params, input_ids=input_ids, on_chunk=on_chunk,
+            return_logprob=return_logprob, logprob_start_len=logprob_start_len, top_logprobs_num=top_logprobs_num,
+            return_text_in_logprobs=return_text_in_logprobs, priority=priority, rid=rid,
         )  # fmt: skip
         if chunks is not None:
             stream_ = self._astream(sinks[0], chunks)
@@ -396,36 +398,26 @@ class Runtime:
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
-    def prepare(
-        self,
-        prompt: str | Sequence[str] | None,
-        sampling_params: Params | Sequence[Params],
-        input_ids: Any,
-        on_chunk: Callable[[Any], None] | None,
-        return_logprob: bool,
-        logprob_start_len: int,
-        top_logprobs_num: int,
-        text_in_logprobs: bool,
-        priority: int,
-        rid: str | None,
-    ) -> tuple[list[Sink], bool]:
-        """Check everything, as `generate` does, and make a Request with its Sink for each output that is wanted.
+    @property
+    def prepare(self):  # no type here: it is the one in `Preparer.prepare`
+        """`Preparer.prepare`: what `generate` does before it queues anything, for those who submit themselves.
 
-        Nothing is queued: that is `engine.submit([sink.request for sink in sinks])`, which several calls' requests may
-        share.  `on_chunk` is called on the engine's thread with each item of a stream, and with None at its end.
-        Returns the sinks, and whether one reply rather than a list was asked for.
+            sinks, _ = runtime.prepare(["one", "two"], {"max_new_tokens": 8})
+            runtime.engine.submit([sink.request for sink in sinks])
         """
-        return self._preparer.prepare(
-            prompt, sampling_params, input_ids, on_chunk, return_logprob, logprob_start_len, top_logprobs_num,
-            text_in_logprobs, priority, rid,
-        )  # fmt: skip
+        return self._preparer.prepare
 
     def _stream(self, sink: Sink, chunks: queue.SimpleQueue[Any]) -> Iterator[Reply]:
         """Submits and yields an empty reply, then the chunks."""
         try:
             self._engine.submit([sink.request])
             yield {}
-            while (item := chunks.get()) is not None:
+            while True:
+                if chunks.empty():
+                    sink.ended.check()
+                item = chunks.get()
+                if item is None:
+                    return
                 if isinstance(item, BaseException):
                     raise item
                 yield item

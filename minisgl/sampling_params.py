@@ -54,7 +54,8 @@ class SamplingParams:
 
     Args:
         max_new_tokens: at most this many output tokens; 0 only scores the prompt.
-        min_new_tokens: no stop token is sampled before this many outputs; at most max_new_tokens.
+        min_new_tokens: no stop token is sampled before this many outputs; at most max_new_tokens. With a grammar
+            the output is shorter where the grammar's text is: it ends when nothing else may follow.
         stop: a string or strings that end the output (stored as a tuple).
         stop_token_ids: token ids that end the output, besides the model's own (stored as a tuple).
         stop_regex: a pattern or patterns whose match ends the output (stored as a tuple).

@@ -403,7 +403,8 @@ class Scheduler:
         """Take a running request off its row.  `keep`: leave what it computed in the tree (unlocked)."""
         row, state = request.row, self.rows
         self._emit("release", rid=request.rid, keep=keep)
-        # tokens sampled but not read back have no id yet and cannot be keys
+        # tokens sampled but not read back have no id yet and cannot be keys (the engine has read them all by now; a
+        # caller who aborts between forming a step and committing the last one has not)
         known = min(int(state.kv_len[row]), int(state.num_tokens[row]))
         if keep:
             self._share(request, known)

@@ -105,11 +105,11 @@ def _prepare(
     service: Service, body: GenerateRequest, prompts: dict[str, Any], params: Any, options: dict[str, Any],
     rid: str,
 ) -> list[Sink]:  # fmt: skip
-    return service.runtime.prepare(
-        prompts.get("prompt"), params, prompts.get("input_ids"), None, options["return_logprob"],
-        options["logprob_start_len"], options["top_logprobs_num"], body.return_text_in_logprobs, body.priority or 0,
-        rid,
-    )[0]  # fmt: skip
+    sinks, _ = service.runtime.prepare(
+        sampling_params=params, **prompts, **options, return_text_in_logprobs=body.return_text_in_logprobs,
+        priority=body.priority or 0, rid=rid,
+    )  # fmt: skip
+    return sinks
 
 
 async def _events(job: Job, many: bool) -> AsyncGenerator[bytes, None]:
@@ -217,7 +217,7 @@ async def _one_token(service: Service) -> None:
 
     async def run() -> None:
         def make() -> list[Sink]:
-            return service.runtime.prepare(None, one, [0], None, False, -1, 0, False, 0, None)[0]
+            return service.runtime.prepare(None, one, input_ids=[0])[0]
 
         async with Job(service, 0, make, stream=False, where=Where.QUICK) as job:
             await job.wait()

@@ -290,7 +290,10 @@ def prepare(
     service: Service, body: Sampling, ids: Any, params: dict[str, Any], scored: bool, start: int, top: int
 ) -> list[Sink]:
     own, rid = cached_params(params), service.rid(body.rid)
-    sinks, _ = service.runtime.prepare(None, own, ids, None, scored, start, top, False, body.priority or 0, rid)
+    sinks, _ = service.runtime.prepare(
+        None, own, input_ids=ids, return_logprob=scored, logprob_start_len=start, top_logprobs_num=top,
+        priority=body.priority or 0, rid=rid,
+    )  # fmt: skip
     return sinks
 
 

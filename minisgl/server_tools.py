@@ -272,7 +272,7 @@ class Turn:
             if self.written:
                 ids = [*ids, *runtime.tokenizer.encode(self.written, add_special_tokens=False).tolist()]
             self.service.check_length(ids, self.left)
-            return runtime.prepare(None, params, ids, None, False, -1, 0, False, self.priority, self.rid)[0]
+            return runtime.prepare(None, params, input_ids=ids, priority=self.priority, rid=self.rid)[0]
 
         where = Where.GRAMMAR if grammar else Where.PLAIN
         async with Job(self.service, 0, make, stream=True, where=where) as job:
@@ -336,7 +336,7 @@ async def _turns(
         service.check_length(ids, params["max_new_tokens"])
         grammars = [{"json_schema": _arguments_schema(tool)} for tool in body.tools or ()]
         for grammar in [{}, *grammars]:
-            runtime.prepare(None, {**params, **grammar}, ids, None, False, -1, 0, False, 0, None)
+            runtime.prepare(None, {**params, **grammar}, input_ids=ids)
         return ids.tolist()
 
     try:

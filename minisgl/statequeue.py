@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
+from . import forking
 from .backends.base import Job, WorkerPool
 from .ir import Expr, Gen, Select, Text, VarBegin
 
@@ -103,7 +105,7 @@ class Turn:
             executor.advance()
 
 
-class StateQueue:
+class StateQueue(ABC):
     """The queue and the variables of one state, and everything that waits for them.
 
     `execute` (of `interpreter.Executor`) says what an item does.
@@ -113,6 +115,7 @@ class StateQueue:
         self.program = program or Program()
         self.program.add(self)
         self.waits = waits
+        self._born = forking.born()
         self.lock = threading.RLock()
         self._changed: threading.Condition | None = None  # of `lock`, made for the first thread that waits
         self.error: BaseException | None = None
@@ -130,9 +133,9 @@ class StateQueue:
         self._traceback: Any = None
         self._unnamed = 0
 
+    @abstractmethod
     def execute(self, item: Expr) -> Turn | None:
         """Do one item; returns a Turn if it ends elsewhere."""
-        raise NotImplementedError
 
     # ---- the queue -----------------------------------------------------------------------------------------------
 
@@ -219,6 +222,12 @@ class StateQueue:
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Block until ready(), or raise the state's error.  Ctrl-C while waiting stops the state."""
+        stayed = forking.stayed(self._born)
+        if stayed is not None:  # nor is there any other thread here, and the lock may be one's of the parent
+            if not ready():
+                self.raise_error()
+                raise RuntimeError(stayed)
+            return
         try:
             with self.lock:
                 if ready():

@@ -184,7 +184,7 @@ class MaskCache:
         found = self._masks.get(state)
         if found is not None:
             return found
-        with self.automaton.working(self.automaton.algebra.budget.mask_seconds):
+        with self.automaton.lock, self.automaton.working(self.automaton.algebra.budget.mask_seconds):
             found = self._masks[state] = self._compute(state)
             while len(self._masks) > self.keep:
                 self._masks.popitem(last=False)
@@ -311,7 +311,7 @@ class MaskCache:
         to find out."""
         known = self._lives.get(state)
         if known is None:
-            with self.automaton.working():
+            with self.automaton.lock, self.automaton.working():
                 known = self._easily(self.automaton.nodes[state]) or self._search(state)
                 self._lives[state] = known
         return known

@@ -27,6 +27,7 @@ A notebook that is committed should keep the SVG and not the widget, whose model
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,14 +55,14 @@ MOST_FRAMES = 120  # pictures in a grammar's page
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
-class View:
+class View(ABC):
     """What all views share: a static picture, a mime bundle, a page."""
 
     title = ""
 
+    @abstractmethod
     def svg(self) -> str:
         """The picture as SVG."""
-        raise NotImplementedError
 
     def html(self) -> str:
         """A whole page that shows the view and needs no network."""

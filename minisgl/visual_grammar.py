@@ -53,7 +53,7 @@ class Moment:
 def moment(grammar: Grammar, tokens: TokenGrammar | None, value: str) -> Moment:
     """Read `value` byte by byte, as far as the grammar goes along."""
     automaton, state, accepted = grammar.automaton, START, bytearray()
-    with automaton.working():
+    with automaton.lock, automaton.working():
         for byte in value.encode("utf-8", "surrogatepass"):
             after = automaton.step(state, bytes([byte]))
             if after == DEAD:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from minisgl import Runtime
+from minisgl.output import EngineError
 
 from . import tiny_models
 
@@ -77,6 +80,31 @@ def check_idle(runtime: Runtime) -> None:
     runtime._engine.call(runtime.scheduler.check)
     assert runtime.scheduler.table.available_rows == runtime.scheduler.table.max_requests
     assert not runtime._engine._live
+
+
+Call = tuple[threading.Thread, list]
+
+
+def callers(runtime: Runtime, count: int) -> list[Call]:
+    """`count` threads that call `generate` until the engine fails, and leave its EngineError in their boxes.
+
+    Returns when all of them are in the engine; a reply that comes earlier is asked for again.
+    """
+
+    def call(box: list) -> None:
+        try:
+            while True:
+                runtime.generate("x", {**GREEDY, "max_new_tokens": 400})
+        except EngineError as error:
+            box.append(error)
+
+    boxes: list[list] = [[] for _ in range(count)]
+    threads = [threading.Thread(target=call, args=(box,), daemon=True) for box in boxes]
+    for thread in threads:
+        thread.start()
+    while (taken := runtime.stats())["running"] + taken["waiting"] < count:
+        time.sleep(0.002)
+    return list(zip(threads, boxes))
 
 
 def overcommit(runtime: Runtime) -> None:

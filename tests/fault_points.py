@@ -73,8 +73,9 @@ class PointByPoint:
         for ids, params, more in wanted:
             scores = more.get("scores", -1)
             sinks += runtime.prepare(
-                None, params, ids, more.get("on_chunk"), scores >= 0, scores, 0, False, 0, None
-            )[0]
+                None, params, input_ids=ids, on_chunk=more.get("on_chunk"), return_logprob=scores >= 0,
+                logprob_start_len=scores,
+            )[0]  # fmt: skip
         results: list[Any] = []
         try:
             runtime.engine.submit([sink.request for sink in sinks])

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from hypothesis import strategies as st
@@ -100,6 +102,21 @@ _OPTIONS = st.fixed_dictionaries({}, optional={
 
 # ---- templates
 
+
+
+def _laughs() -> Iterator[str]:
+    """A value that contains the last one twice, sixty times over: few objects, but who prints it?"""
+    doubled = (
+        "[ns.t, ns.t]", "(ns.t, ns.t)", "{1: ns.t, 2: ns.t}", "dict(a=ns.t, b=ns.t)", "[ns.t] * 2",
+        "[[ns.t] + [ns.t]]", "{'a': [ns.t], 'b': [ns.t]}.values() | list", "{1: ns.t, 2: ns.t}.items()",
+        "[[ns.t, 1] | list, ns.t]", "{'a': ns.t, 'b': ns.t}.copy()", "namespace(a=ns.t, b=ns.t)",
+    )  # fmt: skip
+    shown = ("ns.t", "ns.t | tojson(indent=9)", "ns.t | string | length", "ns.t ~ 'x'", "'%s' % ns.t", "ns.t | pprint")
+    for double, show in itertools.product(doubled, shown):
+        body = "{% set ns.t = " + double + " %}"
+        yield "{% set ns = namespace(t='x') %}{% for i in range(60) %}" + body + "{% endfor %}{{ " + show + " }}"
+
+
 BOMBS = [
     "{% for a in range(999) %}{% for b in range(999) %}{% for c in range(999) %}{% endfor %}{% endfor %}{% endfor %}",
     "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
@@ -133,6 +150,17 @@ BOMBS = [
     "{% call(x) f() %}{% endcall %}",
     "{{ strftime_now('%Y' * 100000) }}", "{{ strftime_now('%9999999999Y') }}", "{{ raise_exception('a\\nb') }}",
         "{{ raise_exception('x' * 1000000) }}", "{{ (range(99999) | list) * 200 | sort }}",
+    *_laughs(),
+    "{% macro f() %}{{ varargs }}{{ f(varargs, varargs) }}{% endmacro %}{{ f(1) }}",
+    "{% macro f(x) %}{{ kwargs | length }}{{ f(x, a=kwargs, b=kwargs) }}{% endmacro %}{{ f(1, c=2) }}",
+    "{% set a = namespace(t='x') %}{% set b = namespace(t='x') %}{% for i in range(60) %}{% set a.t = [a.t, a.t] %}"
+        "{% set b.t = [b.t, b.t] %}{% endfor %}{{ a.t == b.t }}{{ a.t in [b.t] }}{{ {(a.t, 1): 2} }}",
+    "{% set a = namespace() %}{% set b = namespace() %}{% set a.t = [b, b] %}{% set b.t = [a, a] %}{{ a }}{{ a.t }}",
+    "{% set x = ['x' * 1000000] * 20 %}" + "{{ x | length }}" * 9 + "{{ ('%(a)s' * 1000) % {'a': x} }}",
+    "{% set x = ['x' * 1000000] * 19 %}{{ ('{0}' * 1000).format(x) }}", "{{ [10 ** 9999] * 100000 }}",
+    "{% set x = 'x' * 1000000 %}{{ [[x] * 19] * 1000 | join(',') | length }}",
+    "{% set x = ['x' * 1000000] * 19 %}" + "{{ x == x }}" * 99 + "{{ x ~ x ~ x ~ x }}",
+    "{{ [[[1] * 100] * 100] * 100 | pprint }}", "{{ [[[1] * 100] * 100] * 100 | tojson(indent=9999) | length }}",
 ]  # fmt: skip
 ESCAPES = [
     "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.__class__ }}", "{{ self.__init__.__globals__ }}",

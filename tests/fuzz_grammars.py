@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ def walk(tokens: TokenGrammar, rng: random.Random, steps: int = 16) -> tuple[byt
     return data, tokens.is_accepting(state)
 
 
-def spell(grammar: Grammar, number: int) -> tuple[TokenGrammar, list[str]]:
+def spell(grammar: Grammar, number: int) -> list[str]:
     """Some texts of a grammar, found through masks. Raises GrammarError past the budget."""
     with Cpu(WALL):
         tokens = grammar.compile(TOKENIZER)
@@ -68,7 +69,20 @@ def spell(grammar: Grammar, number: int) -> tuple[TokenGrammar, list[str]]:
             data, ended = walk(tokens, rng)
         if ended:
             texts.append(data.decode())  # whole characters always
-    return tokens, texts
+    return texts
+
+
+def spelt(make: Callable[[], Grammar], number: int) -> tuple[Grammar, list[str]] | str:
+    """A grammar with some of its texts, or how it was refused: at once, or "later", when masks were asked for."""
+    try:
+        with Cpu(WALL):
+            grammar = make()
+    except GrammarError as error:
+        return refusal(error)
+    try:
+        return grammar, spell(grammar, number)
+    except GrammarError as error:
+        return refusal(error) + " later"
 
 
 def refusal(error: GrammarError) -> str:
@@ -131,15 +145,10 @@ _REGEXES = st.one_of(_STRUCTURED, _GARBAGE, _mutated())
 
 def check_regex(given: tuple[str, int]) -> str:
     pattern, number = given
-    try:
-        with Cpu(WALL):
-            grammar = Grammar.from_regex(pattern, budget=budget())
-    except GrammarError as error:
-        return refusal(error)
-    try:
-        _, texts = spell(grammar, number)
-    except GrammarError as error:
-        return refusal(error) + " later"
+    made = spelt(lambda: Grammar.from_regex(pattern, budget=budget()), number)
+    if isinstance(made, str):
+        return made
+    grammar, texts = made
     found = "walked"
     for text in texts:
         assert grammar.matches(text)
@@ -299,15 +308,10 @@ _SPACES = st.sampled_from([None, "", "[ \\n]{0,3}", " ?", "(", "a", "\\s*"])
 
 def check_schema(given: tuple[Any, Any, int]) -> str:
     schema, whitespace, number = given
-    try:
-        with Cpu(WALL):
-            grammar = Grammar.from_json_schema(schema, whitespace=whitespace, budget=budget())
-    except GrammarError as error:
-        return refusal(error)
-    try:
-        _, texts = spell(grammar, number)
-    except GrammarError as error:
-        return refusal(error) + " later"
+    made = spelt(lambda: Grammar.from_json_schema(schema, whitespace=whitespace, budget=budget()), number)
+    if isinstance(made, str):
+        return made
+    grammar, texts = made
     valid = _validator(schema)
     for text in texts:
         value = json.loads(text)
@@ -364,15 +368,10 @@ _TAGS = st.one_of(
 
 def check_tag(given: tuple[Any, int]) -> str:
     tag, number = given
-    try:
-        with Cpu(WALL):
-            grammar = Grammar.from_structural_tag(tag, budget=budget())
-    except GrammarError as error:
-        return refusal(error)
-    try:
-        _, texts = spell(grammar, number)
-    except GrammarError as error:
-        return refusal(error) + " later"
+    made = spelt(lambda: Grammar.from_structural_tag(tag, budget=budget()), number)
+    if isinstance(made, str):
+        return made
+    grammar, texts = made
     assert all(map(grammar.matches, texts))
     return "walked"
 

@@ -144,7 +144,7 @@ def _judge(kind: str, grammar: Any, params: dict[str, Any], output: dict[str, An
     if isinstance(matched, str) or matched in (params.get("stop_token_ids") or ()):
         return "stopped"  # by a stop string: what came before needs not be whole
     if not params.get("skip_special_tokens", True):
-        text = text.replace("<|eos|>", "")  # asked for; more than one where min_new_tokens holds it back
+        text = text.replace("<|eos|>", "", 1)  # asked for
     assert fits(kind, grammar, text), f"{text!r} is not in the grammar ({reason})"
     assert len(output["output_ids"]) >= min(params.get("min_new_tokens", 0), 1)
     return "valid"

@@ -32,6 +32,8 @@ REGEXES = (
     "[a-z]{3}[0-9]{2}", "(cat|dog|camel)s?", "forced text[ab]{2} and more forced text", '\\{"a": [0-9]+\\}', "[^a]{4}",
     "(a|b)*c", 'name: "[A-Z][a-z]{2,8}", age: [1-9][0-9]', "x",
 )  # fmt: skip
+FORCING = (REGEXES[2], REGEXES[6], "(yes|no), forced text behind it, [0-9] and more of it")
+STOPS_IN_GRAMMARS = ("text", "d", ": ", "e,", "ed te", " more ", "ame")  # most lie inside text that is forced
 SCHEMAS = (
     {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yes"]}}, "required": ["a", "b"]},
     {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
@@ -80,6 +82,9 @@ def _options(rng: random.Random, programs: bool, gpu: bool) -> dict[str, Any]:
         "events": rng.random() < 0.3,
         "overcommit": rng.random() < 0.5,
     }
+    if rng.random() < 0.3:  # where requests jump forward among others that do not, see `_Maker.one_jumps`
+        options |= {"overlap": True, "jump_forward": True, "max_running_requests": 16}
+        options["kv_capacity"] = max(options["kv_capacity"], 400)
     options["max_running_requests"] = min(options["max_running_requests"], options["kv_capacity"])
     if rng.random() < 0.2:
         options["max_context"] = min(options["kv_capacity"], MAX_CONTEXT) - (0 if programs else rng.randrange(8))
@@ -117,6 +122,8 @@ class _Maker:
         single = how in ("stream", "close")
         prompts = [self.prompt() for _ in range(1 if single else rng.choice([1, 1, 2, 5, 12]))]
         params = [self.params(single) for _ in prompts]
+        if len(prompts) > 2 and rng.random() < 0.5:
+            self.one_jumps(params)
         options: dict[str, Any] = {}
         if rng.random() < 0.25:
             options = {"return_logprob": True, "top_logprobs_num": rng.choice([0, 0, 1, 4])}
@@ -142,10 +149,7 @@ class _Maker:
         if rng.random() < 0.15 and not single:
             params["n"] = rng.choice([2, 3])
         if rng.random() < self.grammars and params["temperature"] == 0:
-            params["max_new_tokens"] = max(params["max_new_tokens"], 1)
-            params |= self.grammar()
-            params |= rng.choice([{}, {}, {"stop": rng.choice(["text", "d", ": ", "e,"])}, {"min_new_tokens": 1}])
-            params |= rng.choice([{}, {}, {"frequency_penalty": 1.5, "repetition_penalty": 1.2}])
+            params = self.in_grammar(params)
         else:
             params |= rng.choice(
                 [{}] * 5
@@ -158,6 +162,21 @@ class _Maker:
             if rng.random() < 0.2:
                 params["min_new_tokens"] = rng.randint(0, params["max_new_tokens"])
         return params
+
+    def one_jumps(self, params: list[dict[str, Any]]) -> None:
+        """One grammar with certain text, none beside it: the next step is formed before it jumps, in vain for it."""
+        for i, given in enumerate(params):
+            if given.keys() & {"regex", "json_schema"}:
+                params[i] = {"max_new_tokens": given["max_new_tokens"], "temperature": 0, "ignore_eos": True}
+        jumping = self.in_grammar({"max_new_tokens": 40, "temperature": 0})
+        params[0] = {k: v for k, v in jumping.items() if k != "json_schema"} | {"regex": self.rng.choice(FORCING)}
+
+    def in_grammar(self, params: dict[str, Any]) -> dict[str, Any]:
+        rng = self.rng
+        params = {**params, "max_new_tokens": max(params["max_new_tokens"], 1), **self.grammar()}
+        least = rng.randint(1, params["max_new_tokens"])  # it may be more than the grammar's texts have
+        params |= rng.choice([{}, {}, {"stop": rng.choice(STOPS_IN_GRAMMARS)}, {"min_new_tokens": least}])
+        return params | rng.choice([{}, {}, {"frequency_penalty": 1.5, "repetition_penalty": 1.2}])
 
     def grammar(self) -> dict[str, Any]:
         if self.rng.random() < 0.7:

@@ -123,7 +123,10 @@ class Checker:
             return  # certain text has the tokenizer's spelling, which need not be the likeliest
         best = int(row.argmax())
         if legal is not None:
-            best = next((int(t) for t in np.argsort(-row, kind="stable") if legal.allows(int(t))), -1)
+            allowed = [int(t) for t in np.argsort(-row, kind="stable") if legal.allows(int(t))]
+            if index < request.params.min_new_tokens:  # stops come only where there is nothing else
+                allowed = [t for t in allowed if t not in legal.stop_ids] or allowed
+            best = allowed[0] if allowed else -1
         if best != token:
             gap = float(row[best] - row[token])
             _expect(
@@ -161,7 +164,10 @@ class Checker:
         limit = min(request.prompt_len + params.max_new_tokens, self.max_context) - request.prompt_len
         stop_ids = {*params.stop_token_ids, *(self.eos_ids if not params.ignore_eos or params.grammar else ())}
         what = f"{request.rid}: ended by {reason} after {len(output)} of at most {limit} tokens: {output}"
-        first = next((i for i, t in enumerate(output) if t in stop_ids and i + 1 > params.min_new_tokens), None)
+        ends = set(self.eos_ids) if params.grammar else set()  # legal where the grammar may end
+        first = next(
+            (i for i, t in enumerate(output) if t in ends or (t in stop_ids and i + 1 > params.min_new_tokens)), None
+        )
         if self.model.bytes:
             text_end = self._first_stop(params, output if first is None else output[:first])
             if text_end is not None:

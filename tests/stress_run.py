@@ -82,12 +82,12 @@ class Run:
             submit(requests)  # raises if the engine takes nothing more
             self.accepted.update(map(id, requests))
 
-        def recording(*args: Any) -> Any:
-            sinks, single = prepare(*args)
+        def recording(*args: Any, **options: Any) -> Any:
+            sinks, single = prepare(*args, **options)
             self.sinks += sinks
             return sinks, single
 
-        runtime.prepare = recording  # type: ignore[method-assign]
+        runtime._preparer.prepare = recording  # type: ignore[method-assign]
         runtime.engine.submit = submitting  # type: ignore[method-assign]
 
     def _make_trouble(self, runtime: Runtime) -> None:

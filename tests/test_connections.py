@@ -230,7 +230,7 @@ def test_names_cannot_be_guessed_or_taken(urls, runtime, slow_engine):
         for rid in ("minisgl-0-1", "x" * 1000):
             answer = post(url, path, {**body, "rid": rid})
             assert answer.status == 400 and answer.error["param"] == "rid", path
-    own = runtime.prepare("abc", {**GREEDY, "max_new_tokens": 50}, None, None, False, -1, 0, False, 0, None)[0][0]
+    own = runtime.prepare("abc", {**GREEDY, "max_new_tokens": 50})[0][0]
     runtime.engine.submit([own.request])
     assert post(url, "/abort_request", {"rid": own.request.rid}).status == 400
     assert own.result()["meta_info"]["completion_tokens"] == 50

@@ -219,3 +219,32 @@ def test_others_go_on_decoding_beside_bombs(runtime, monkeypatch):
                 break
     assert len(ended) == len(BOMBS) and max(ended.values()) < 10
     assert len(gaps) > 20 and max(gaps) < 4 and sorted(gaps)[len(gaps) // 2] < 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("pattern", ["abc", "(yes|no)", "and more (of this|of that)"])
+def test_a_grammar_that_is_over_ends_the_output_below_min_new_tokens(folder, overlap, pattern):
+    """Nothing may follow its text: neither more of it, which is not legal, nor one stop id after the other."""
+    least = params(regex=pattern, min_new_tokens=60)
+    with Runtime(folder, dtype="float32", overlap=overlap, kv_capacity=1000, grammar_backend="fsm") as runtime:
+        plain = runtime.generate(PROMPTS, params(regex=pattern))
+        alone = runtime.generate(PROMPTS[0], least)
+        scored = runtime.generate(PROMPTS[1], least, return_logprob=True)
+        among = runtime.generate(PROMPTS, [{"max_new_tokens": 80, "temperature": 0, "ignore_eos": True}] * 3 + [least])
+        at_most = len(plain[0]["output_ids"])  # the stop is the last token that it may have
+        exact = runtime.generate(PROMPTS[0], {**least, "min_new_tokens": at_most, "max_new_tokens": at_most})
+        *_, streamed = runtime.generate(PROMPTS[2], {**least, "no_stop_trim": True}, stream=True)
+        runtime.scheduler.check()
+    for reply, want in zip((alone, scored, streamed, among[-1]), plain):
+        assert reply["output_ids"] == want["output_ids"] and reply["output_ids"].count(want["output_ids"][-1]) == 1
+        assert reply["meta_info"]["finish_reason"] == want["meta_info"]["finish_reason"]
+        assert re.fullmatch(pattern, want["text"])
+    assert exact["meta_info"]["finish_reason"] == alone["meta_info"]["finish_reason"] and exact["text"] == alone["text"]
+    assert [reply["text"] for reply in (alone, scored, among[-1])] == [plain[i]["text"] for i in (0, 1, 3)]
+    assert len(scored["meta_info"]["output_token_logprobs"]) == len(scored["output_ids"])
+    assert streamed["text"].startswith(plain[2]["text"])
+
+
+def test_min_new_tokens_goes_on_while_the_grammar_can(runtime):
+    reply = runtime.generate("x", params(regex="[ab]*", min_new_tokens=20, max_new_tokens=40))
+    assert len(reply["output_ids"]) >= 20 and re.fullmatch("[ab]{19,}", reply["text"])

@@ -320,25 +320,12 @@ def test_a_fault_in_the_clean_up_ends_the_engine_and_tells_everybody(monkeypatch
     def broken(*_):
         raise kind("broken")
 
-    boxes: list[list] = [[] for _ in range(4)]
-
-    def call(box):
-        try:
-            box.append(runtime.generate("x", {**GREEDY, "max_new_tokens": 400}))
-        except EngineError as error:
-            box.append(error)
-
-    threads = [threading.Thread(target=call, args=(box,)) for box in boxes]
-    for thread in threads:
-        thread.start()
-    while runtime.stats()["running"] + runtime.stats()["waiting"] < 4:
-        time.sleep(0.005)
+    calls = engines.callers(runtime, 4)
     monkeypatch.setattr(runtime.scheduler, "drop_all", broken)
     monkeypatch.setattr(runtime._engine.runner, "sample", broken)
-    for thread in threads:
-        thread.join(10)
-    for (error,) in boxes:
-        assert isinstance(error, EngineError) and "broken" in str(error)
+    for thread, box in calls:
+        thread.join(20)
+        assert isinstance(box[0], EngineError) and "broken" in str(box[0])
     for call_ in (runtime.stats, lambda: runtime.generate("x"), lambda: runtime.generate("x", stream=True)):
         with pytest.raises(EngineError, match="broken"):
             call_()

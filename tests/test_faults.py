@@ -84,7 +84,7 @@ def test_a_request_is_told_when_the_books_of_its_end_fail(rt, monkeypatch):
     def fails(self):
         raise Fault("counting")
 
-    sinks, _ = rt.prepare(["one", "two"], GREEDY, None, None, False, -1, 0, False, 0, None)
+    sinks, _ = rt.prepare(["one", "two"], GREEDY)
     ended = rt.engine._ended
 
     def with_fault(request):
@@ -110,7 +110,7 @@ def test_everybody_in_a_call_is_told_when_taking_one_of_them_in_fails(rt, monkey
             raise MemoryError("no room for a request")
         real(request)
 
-    sinks, _ = rt.prepare(None, GREEDY, [[1, 2], [3, 4], [5, 6], [7, 8]], None, False, -1, 0, False, 0, None)
+    sinks, _ = rt.prepare(None, GREEDY, input_ids=[[1, 2], [3, 4], [5, 6], [7, 8]])
     monkeypatch.setattr(rt.scheduler, "add", add)
     rt.engine.submit([sink.request for sink in sinks])
     for sink in sinks:
@@ -142,24 +142,12 @@ def test_a_flush_that_fails_half_way_loses_no_memory(rt, monkeypatch):
 def test_the_death_of_the_engines_thread_is_told_to_everybody(wait):
     """An exception that no handler expects, at a moment that nobody chose."""
     runtime = engines.make(max_running_requests=2)
-    boxes: list[list] = [[] for _ in range(3)]
-
-    def call(box):
-        try:
-            box.append(runtime.generate("x", {**GREEDY, "max_new_tokens": 400}))
-        except EngineError as error:
-            box.append(error)
-
-    threads = [threading.Thread(target=call, args=(box,)) for box in boxes]
-    for thread in threads:
-        thread.start()
-    while runtime.stats()["running"] + runtime.stats()["waiting"] < 3:
-        time.sleep(0.002)
+    calls = engines.callers(runtime, 3)
     time.sleep(wait)
     ident = runtime.engine._thread.ident
     assert ident is not None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(SystemExit))
-    for thread, box in zip(threads, boxes):
+    for thread, box in calls:
         thread.join(20)
         assert isinstance(box[0], EngineError) and "SystemExit" in str(box[0]), box
     assert not runtime.engine.alive
@@ -226,8 +214,8 @@ def test_a_chunk_callback_that_fails_ends_its_own_request(rt, at, caplog):
         if at == "always" or next(seen) == at or (at == "the last" and last) or (at == "the end" and item is None):
             raise Fault("a reader that is gone")
 
-    (sink,), _ = rt.prepare("victim", GREEDY, None, on_chunk, False, -1, 0, False, 0, None)
-    others, _ = rt.prepare(["one", "two"], GREEDY, None, None, False, -1, 0, False, 0, None)
+    (sink,), _ = rt.prepare("victim", GREEDY, on_chunk=on_chunk)
+    others, _ = rt.prepare(["one", "two"], GREEDY)
     rt.engine.submit([sink.request, *(other.request for other in others)])
     assert [other.result(20)["output_ids"] for other in others] == [r["output_ids"] for r in want]
     if at == "the end":
@@ -239,7 +227,7 @@ def test_a_chunk_callback_that_fails_ends_its_own_request(rt, at, caplog):
 
 
 def test_an_end_callback_that_fails_keeps_nobody_else_from_hearing(rt, caplog):
-    (sink,), _ = rt.prepare("x", GREEDY, None, None, False, -1, 0, False, 0, None)
+    (sink,), _ = rt.prepare("x", GREEDY)
     heard = threading.Event()
 
     def fails(_):
@@ -260,7 +248,7 @@ def test_a_callback_may_look_at_the_engine(rt):
     def on_chunk(item):
         seen.append((rt.stats()["running"], rt.flush_cache(), repr(rt)))
 
-    (sink,), _ = rt.prepare("x", GREEDY, None, on_chunk, False, -1, 0, False, 0, None)
+    (sink,), _ = rt.prepare("x", GREEDY, on_chunk=on_chunk)
     rt.engine.submit([sink.request])
     sink.result(20)
     assert len(seen) >= 3 and seen[0][0] == 1
@@ -361,7 +349,7 @@ def test_a_pool_outlives_its_tasks_failures_and_threads_that_cannot_start(monkey
         pool.run(fails)
     done = threading.Event()
     pool.run(done.set)
-    assert done.wait(10)
+    assert done.wait(60)
     start = threading.Thread.start
     while any(t.name == "test-pool" for t in threading.enumerate()):
         time.sleep(0.01)
@@ -473,7 +461,7 @@ def told(call):
     raise AssertionError("nothing was said")
 
 def child():
-    signal.alarm(20)  # whoever hangs dies
+    signal.alarm(150)  # whoever hangs dies
     told(lambda: runtime.generate("x", params))
     told(lambda: list(runtime.generate("x", params, stream=True)))
     told(runtime.stats)
@@ -481,10 +469,36 @@ def child():
     told(lambda: Runtime(sys.argv[1], device="cpu"))
     done = threading.Event()
     pool.run(done.set)  # a backend without an engine has new threads here
-    assert done.wait(10)
+    assert done.wait(60)
     runtime.shutdown()
     sys.exit(0)  # with all that runs at the end of an interpreter
 
+def begun_before():  # while the engine waits, so that nothing of it can end
+    done = program.run(backend=runtime, temperature=0)
+    assert done["a"]
+    entered, go_on = threading.Event(), threading.Event()
+    threading.Thread(target=runtime.engine.call, args=(lambda: (entered.set(), go_on.wait()),)).start()
+    entered.wait()
+    stream = runtime.generate("x", params, stream=True)
+    state = program.run(backend=runtime, temperature=0)
+    sinks, _ = runtime.prepare("x", params)
+    runtime.engine.submit([sinks[0].request])
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(150)
+        told(lambda: list(stream))
+        told(sinks[0].result)
+        for wait in (lambda: state["a"], state.sync, lambda: list(state.text_iter())):
+            told(wait)
+        assert "spawn" in str(state.error())
+        assert done["a"] and done.text()
+        sys.exit(0)
+    go_on.set()
+    assert os.waitpid(pid, 0)[1] == 0
+    assert list(stream)[-1]["output_ids"] == want == sinks[0].result()["output_ids"]
+    assert state["a"] == done["a"]
+
+begun_before()
 threads = [threading.Thread(target=lambda: runtime.generate(["a", "b"], params)) for _ in range(2)]
 for thread in threads:
     thread.start()
@@ -495,7 +509,7 @@ for _ in range(5):  # in the middle of whatever the other threads do
     assert os.waitpid(pid, 0)[1] == 0
 process = multiprocessing.get_context("fork").Process(target=child)
 process.start()
-process.join(30)
+process.join(180)
 assert process.exitcode == 0, process.exitcode
 for thread in threads:
     thread.join()

@@ -7,8 +7,10 @@ bytes to the automaton one by one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import re
+import sys
 import threading
 import time
 
@@ -471,3 +473,46 @@ def test_speed_on_a_large_vocabulary():
     for _ in range(1000):
         tokens.mask(state)
     assert (time.perf_counter() - begin) / 1000 < 20e-6
+
+
+def interrupted_at(k, work):
+    """Call `work` and raise KeyboardInterrupt at the k-th place where Python would look for signals: at the start of a
+    function, or after a call of C code.  False if there are fewer."""
+    count = 0
+
+    def interrupt(frame, event, arg):
+        nonlocal count
+        count += event in ("call", "c_return")
+        if count == k:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return count >= k
+
+
+def test_an_interrupt_at_any_place_leaves_no_lock_and_no_clock_behind():
+    """Another thread can go on with the grammar at once, and the next piece of work has a clock of its own."""
+    pattern, text = "(ab|ac)*[0-9]{2}(yes|no), certain", b"abac42no, "
+
+    def forced(grammar, found):
+        found.append(grammar.forced(text))
+
+    for k in range(1, 10_000):
+        grammar, found = Grammar.from_regex(pattern), []
+        if not interrupted_at(k, functools.partial(grammar.forced, text)):
+            break
+        thread = threading.Thread(target=forced, args=(grammar, found), daemon=True)
+        thread.start()
+        thread.join(30)
+        assert found == [b"certain"], f"the lock is kept after an interrupt at place {k}"
+        budget = grammar.automaton.algebra.budget
+        with budget.operation(1.0):
+            assert budget.given == 1.0, f"the clock of what was interrupted at place {k} goes on"
+    assert k > 300

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -35,13 +36,31 @@ def test_bombs_end_soon(template):
     assert time.thread_time() - begin < 3
 
 
+def test_lists_in_lists_are_refused_for_their_weight_not_for_their_time():
+    for double in ("[ns.t, ns.t]", "{1: ns.t, 2: ns.t}", "[ns.t] * 2", "dict(a=ns.t, b=ns.t)"):
+        body = "{% for i in range(60) %}{% set ns.t = " + double + " %}{% endfor %}"
+        for show in ("{{ ns.t }}", "{{ ns.t | length }}"):  # it is refused when it is made
+            begin = time.thread_time()
+            with pytest.raises(ChatTemplateError, match="a value of more than 20000000 characters or items"):
+                ChatTemplate("{% set ns = namespace(t='x') %}" + body + show).render([{"role": "user", "content": "x"}])
+            assert time.thread_time() - begin < 3  # about a millisecond
+
+
+def test_nested_data_of_ordinary_size_is_printed():
+    text = "{% set a = [[1, 2], {'b': (3, 'x')}] %}{{ a * 2 + [a] }}|{{ a | tojson(indent=1) }}|{{ a == [[1, 2]] }}"
+    a = [[1, 2], {"b": (3, "x")}]
+    want = f"{a * 2 + [a]}|{json.dumps(a, indent=1)}|False"
+    assert ChatTemplate(text).render([{"role": "user", "content": "x"}]) == want
+
+
 @pytest.mark.parametrize("template", fuzz_chat.ESCAPES)
 def test_nothing_leads_out_of_the_sandbox(template):
     fuzz_chat.check_template(template)
 
 
-def test_what_ordinary_templates_do_is_within_the_limits():
+def test_what_ordinary_templates_do_is_within_the_limits(monkeypatch):
     """A long conversation through the loops, filters and methods that models' templates use."""
+    monkeypatch.setattr(chat_limits, "SECONDS", 2.0)  # as it is without `short`
     text = (
         "{%- set ns = namespace(last='') -%}{%- for m in messages if m.role != 'system' -%}"
         "{%- set ns.last = m.content | trim -%}{{ '<|' + m.role + '|>' ~ loop.index ~ ('-' * 40) }}"
@@ -53,7 +72,7 @@ def test_what_ordinary_templates_do_is_within_the_limits():
     for _ in range(3):
         rendered = ChatTemplate(text).render(messages, tools=[{"name": "f", "parameters": {"type": "object"}}])
     assert rendered.count("<|user|>") == 200 and "word399" in rendered and "00400" in rendered
-    assert time.thread_time() - begin < 0.1 * 30
+    assert time.thread_time() - begin < 3  # about 0.3 on a quiet machine
 
 
 def test_the_time_of_one_rendering_is_not_the_nexts():

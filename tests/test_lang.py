@@ -10,6 +10,7 @@ import time
 import pytest
 
 import minisgl as sgl
+from minisgl import batch
 from minisgl.ir import DTYPE_REGEX, Gen
 from tests.http_client import wait_until
 from tests.scripted_backend import ScriptedBackend, chatml
@@ -312,7 +313,7 @@ def _threads_of(body, count, **options):
     return len(seen)
 
 
-def test_run_batch_adds_threads_only_where_bodies_wait():
+def test_run_batch_adds_threads_only_where_bodies_wait(monkeypatch):
     def queues(s):
         s += "a" + sgl.gen("x")
 
@@ -324,18 +325,19 @@ def test_run_batch_adds_threads_only_where_bodies_wait():
         time.sleep(0.01)
         queues(s)
 
-    assert _threads_of(queues, 300) <= 8  # one, but for a machine too busy to begin 20 of them in 20 ms
+    with monkeypatch.context() as patch:
+        patch.setattr(batch, "TICK", 5.0)  # a machine too busy to begin 20 of them in 20 ms would be given more threads
+        assert _threads_of(queues, 300) == 1
     assert _threads_of(reads, 64) >= 16
     assert _threads_of(calls_a_tool, 64) >= 4
     assert _threads_of(reads, 20, num_threads=3) == 3
 
 
 def test_run_batch_bodies_that_do_not_wait_need_no_thread_while_they_generate():
-    backend = ScriptedBackend(delay=0.2)
+    backend = ScriptedBackend(delay=1.0)
     f = program(lambda s, x: s.__iadd__(x + sgl.gen("a")))
-    begin = time.perf_counter()
     f.run_batch([str(i) for i in range(40)], backend=backend, num_threads=1)
-    assert backend.peak == 40 and time.perf_counter() - begin < 2
+    assert backend.peak >= 20  # 40, but for a machine too busy to begin them in a second
 
 
 def test_prefix_precompute():

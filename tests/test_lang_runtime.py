@@ -68,7 +68,8 @@ def test_what_nobody_holds_is_freed_without_a_collection(tiny):
     try:
         states = f.run_batch([{}] * 3, backend=tiny)
         assert all(state["w"] in "ab" for state in states)
-        sinks, _ = tiny.prepare("x y z", {"max_new_tokens": 3}, None, None, True, 0, 1, False, 0, None)
+        scored = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}
+        sinks, _ = tiny.prepare("x y z", {"max_new_tokens": 3}, **scored)
         tiny.engine.submit([sink.request for sink in sinks])
         assert sinks[0].result()["output_ids"]
         tiny.generate("another step, so that the engine lets go of its last one", {"max_new_tokens": 2})

@@ -549,8 +549,8 @@ def test_the_runtime_uses_it_unless_told_otherwise(tmp_path):
 
 @needs_amx
 def test_the_runtime_gives_the_same_bits_whatever_else_it_computes(tmp_path):
-    """One after the other, all at once, in any chunks, with a cached prefix or without, computed again after a retraction,
-    and what was generated as part of the next turn's prompt."""
+    """One after the other, all at once, in any chunks, with a cached prefix or without, computed again after it stepped
+    back, and what was generated as part of the next turn's prompt."""
     folder = tiny_models.make("llama3", tmp_path)
     shared = np.random.default_rng(0).integers(3, 250, 70).tolist()
     prompts = [shared + np.random.default_rng(i).integers(3, 250, 3 + 29 * i).tolist() for i in range(5)]

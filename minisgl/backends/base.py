@@ -19,6 +19,7 @@ import logging
 import random
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,8 +102,8 @@ class Job:
             stop()
 
 
-class Backend:
-    """What the language needs.  Only `submit` must be written.
+class Backend(ABC):
+    """What the language needs.  Only `submit` must be written; hints may be ignored, as they are here.
 
     parallelism   how many generations run at once at best: `run_batch(num_threads="auto")` follows it
     constrains    regex and grammars are enforced; otherwise gen(dtype=...) is parsed out of a free answer
@@ -115,15 +116,17 @@ class Backend:
     continues: bool = True
     hosted: ClassVar[bool] = False
 
+    @abstractmethod
     def submit(self, job: Job) -> None:
         """Start a job; must not block.  Errors go to `job.on_error`."""
-        raise NotImplementedError
 
     def prefill(self, prompt: Prompt) -> None:
         """A hint: several continuations of this prompt will follow."""
+        return
 
     def precompute(self, prompt: Prompt) -> None:
         """Compute this prompt's prefix now and return when it is there."""
+        return
 
     def render(self) -> Render | None:
         """The model's chat template as a function, or None: the plain template is used and stops at the next turn."""
@@ -131,9 +134,11 @@ class Backend:
 
     def check_media(self) -> None:
         """Raises ValueError if the model takes no images."""
+        return
 
     def flush_cache(self) -> Any:
         """Forget cached prefixes."""
+        return None
 
     def get_server_info(self) -> dict[str, Any]:
         """Facts about what runs: model name, sizes, totals."""
@@ -167,9 +172,9 @@ class BlockingBackend(Backend):
         if not job.cancelled:
             job.on_done(replies)
 
+    @abstractmethod
     def generate(self, job: Job) -> list[Reply]:
         """Run to the end, calling `job.on_text` on the way if it is set; stop early when `job.cancelled`."""
-        raise NotImplementedError
 
     def choose(self, job: Job) -> Reply:
         raise ValueError(f"choices: {type(self).__name__} cannot score or restrict its answer")

@@ -8,6 +8,7 @@ scored as in process.
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -33,8 +34,9 @@ class ChatCompletions(HostedBackend):
     extended: bool = False
     max_tokens_name: str = "max_tokens"
 
+    @abstractmethod
     def _create(self, **request: Any) -> Any:
-        raise NotImplementedError
+        """Send the request: a response, or with stream=True an iterable of chunks."""
 
     def generate(self, job: Job) -> list[Reply]:
         request = self._request(job)

@@ -138,18 +138,15 @@ class _Submission:
         options = job.options
         if options.get("logprob_start_len", -1) >= 0 or options.get("top_logprobs_num"):
             options = {**options, "return_logprob": True}
-        sinks, _ = self.runtime.prepare(
-            None, self.params, rows[0], None if job.on_text is None else self._chunk,
-            options.get("return_logprob", False), options.get("logprob_start_len", -1),
-            options.get("top_logprobs_num", 0), options.get("return_text_in_logprobs", False), 0, None,
-        )  # fmt: skip
-        self.sinks = sinks
-        return sinks
+        on_chunk = None if job.on_text is None else self._chunk
+        self.sinks, _ = self.runtime.prepare(None, self.params, input_ids=rows[0], on_chunk=on_chunk, **options)
+        return list(self.sinks)
 
     def _score(self, ids: Any, start: int = -1) -> list[Sink]:
         """Requests that only compute a prompt, with log-probabilities from position `start` on."""
-        scores = {"max_new_tokens": 0}
-        self.sinks, _ = self.runtime.prepare(None, scores, ids, None, start >= 0, start, 0, False, 0, None)
+        self.sinks, _ = self.runtime.prepare(
+            None, {"max_new_tokens": 0}, input_ids=ids, return_logprob=start >= 0, logprob_start_len=start
+        )
         return list(self.sinks)
 
     def _prepare_select(self, rows: list[np.ndarray]) -> list[Sink]:
@@ -352,9 +349,7 @@ class Dispatcher:
             return {}
         params = [submission.params for submission, _ in submissions]
         try:
-            sinks, _ = submissions[0][0].runtime.prepare(
-                None, params, [ids for _, ids in submissions], None, False, -1, 0, False, 0, None
-            )
+            sinks, _ = submissions[0][0].runtime.prepare(None, params, input_ids=[ids for _, ids in submissions])
         except Exception:
             return {}
         each = iter(sinks)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,18 +60,20 @@ class Played:
         return self.optimal_cached_tokens / max(self.prompt_tokens, 1)
 
 
-class Player:
+class Player(ABC):
     """An engine that answers rounds.  `prepare` is not timed, `answer` is."""
 
+    @abstractmethod
     def prepare(self, asks: Sequence[Ask]) -> Any:
-        raise NotImplementedError
+        """The requests in the engine's own form."""
 
+    @abstractmethod
     def answer(self, prepared: Any) -> list[Answer]:
-        raise NotImplementedError
+        """Run them all at once and wait for the last; in their order."""
 
+    @abstractmethod
     def flush(self) -> None:
         """Forget cached prefixes."""
-        raise NotImplementedError
 
 
 class RuntimePlayer(Player):

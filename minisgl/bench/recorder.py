@@ -117,8 +117,8 @@ class Tap:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runtime, name)
 
-    def prepare(self, *args: Any) -> Any:
-        sinks, single = self._runtime.prepare(*args)
+    def prepare(self, *args: Any, **options: Any) -> Any:
+        sinks, single = self._runtime.prepare(*args, **options)
         for sink in sinks:
             unread = sink.request.params.max_new_tokens == 0 and not sink.request.return_logprob
             self._log.sinks.append((sink, self._hint or unread, self._job))

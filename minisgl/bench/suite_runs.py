@@ -183,7 +183,7 @@ def run_requests(runtime: Any, work: Sequence[BenchRequest], variant: Variant, l
     params = [{"temperature": 0.0, "max_new_tokens": r.max_new_tokens, "ignore_eos": True} for r in work]
     begin = time.perf_counter()
     tap = Tap(runtime, log)
-    sinks, _ = tap.prepare(None, params, [r.prompt for r in work], None, False, -1, 0, False, 0, None)
+    sinks, _ = tap.prepare(None, params, input_ids=[r.prompt for r in work])
     runtime.engine.submit([sink.request for sink in sinks])
     results = [sink.result()["output_ids"] for sink in sinks]
     seconds = time.perf_counter() - begin
