@@ -260,6 +260,10 @@ class _Job:
                 return
             try:
                 future.set_result(self._run_program(index))
+            except StopIteration as error:  # which a coroutine's future does not take: nobody would hear of the end
+                stopped = RuntimeError(f"the program raised {error!r}")
+                stopped.__cause__ = error
+                future.set_exception(stopped)
             except BaseException as error:
                 future.set_exception(error)
 

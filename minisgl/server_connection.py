@@ -107,7 +107,8 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, msg)
+        if self._running is None or self._running.response_complete:  # else it would stand inside another answer
+            self._refuse(400, msg)
         self.transport.close()
 
     def _refuse(self, status: int, message: str) -> None:

@@ -212,11 +212,13 @@ class Turn:
     async def _free_text(self, emit: Emit) -> bool:
         """Step 1; whether a call follows."""
         stops = self.params.get("stop") or []
+        stops = [stops] if isinstance(stops, str) else list(stops)
         mark, marks = self._mark(), self.params.get("stop_token_ids") or []
-        params = {"stop": [*([stops] if isinstance(stops, str) else stops), OPEN],
+        params = {"stop": [*stops, OPEN],
                   "stop_token_ids": [*marks, *([] if mark is None else [mark])]}  # fmt: skip
         ended = await self._generate(params, emit, "content")
-        if ended.get("matched") in (OPEN, mark) and mark not in marks and OPEN not in stops:
+        matched = ended.get("matched")  # None if it was cut or aborted
+        if matched is not None and matched in (OPEN, mark) and mark not in marks and OPEN not in stops:
             self.written += OPEN + "\n"
             return True
         self.reason = ended["type"]

@@ -130,6 +130,15 @@ def test_failures_are_raised_at_the_end_and_the_others_are_there():
     assert rows[2].error == "ConnectionError: no line" and rows[2].attempts == 1
 
 
+def test_a_program_that_raises_stop_iteration_fails_like_any_other():
+    @sgl.function
+    def first_of_none(s):
+        next(iter([]))
+
+    (row,) = run([first_of_none.bind()], backend=ScriptedBackend(), retries=0, raises=False)
+    assert row.error == "RuntimeError: the program raised StopIteration()" and row.attempts == 1
+
+
 def test_wrong_arguments_are_not_tried_again():
     backend = Shaky(9, ValueError)
     rows = run(questions(1), backend=backend, retries=5, raises=False)

@@ -195,6 +195,16 @@ def test_requests_sent_ahead_are_answered_in_order(url):
     assert answer.index(b'"completion_tokens":9') < answer.index(b'"completion_tokens":1,')
 
 
+def test_garbage_behind_a_request_does_not_end_up_in_its_answer(url, slow_engine):
+    body = json.dumps({"text": "abc", "stream": True, "sampling_params": {**GREEDY, "max_new_tokens": 300}}).encode()
+    with connect(url) as sock:
+        sock.sendall(request(body, close=False))
+        answer = sock.recv(65536)
+        sock.sendall(b"what is this?\r\n\r\n")
+        answer += rest(sock)
+    assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1") == 1
+
+
 def test_who_leaves_takes_along_all_that_was_sent_ahead(url, runtime, slow_engine):
     body = json.dumps({"text": "abc", "sampling_params": {**GREEDY, "max_new_tokens": 500}}).encode()
     before = runtime.stats()["requests"]

@@ -275,6 +275,16 @@ def test_tools_auto(client, runtime):
     assert arguments(reply.message.tool_calls[0])[0] == "get_weather"
 
 
+def test_tools_auto_of_an_answer_that_was_cut(client):
+    """No call follows a text that ended by its length."""
+    cut = chat(client, tools=[WEATHER], max_tokens=3)
+    assert cut.choices[0].message.tool_calls is None and cut.choices[0].finish_reason == "length"
+    assert cut.usage.completion_tokens == 3
+    chunks = list(chat(client, tools=[WEATHER], max_tokens=3, stream=True))
+    assert not any(chunk.choices[0].delta.tool_calls for chunk in chunks)
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
 def test_tools_that_do_not_fit_together(client):
     wrong = {
         "tool_choice": {"tool_choice": {"type": "function", "function": {"name": "nobody"}}},
