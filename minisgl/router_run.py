@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 
 from .router_policy import POLICIES, CacheAware, Policy
-from .server_cli import port
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 FILES = 1 << 16  # that the router may have open, if the system lets it
@@ -36,6 +35,8 @@ def main(argv: list[str]) -> int:
     if not local and key is None:
         print(f"minisgl: on {args.host} without --api-key: anybody who reaches it may use it", file=sys.stderr)
     try:
+        if not 0 <= args.port < 1 << 16:
+            raise ValueError(f"--port must be from 0 to 65535, got {args.port}")
         options = RouterOptions(
             make_policy(args),
             args.workers,
@@ -90,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--workers", nargs="*", default=[], metavar="URL", help="more can join by POST /add_worker?url=...")
     p.add_argument("--policy", choices=list(POLICIES), default="cache_aware")
     p.add_argument("--host", default="127.0.0.1")
-    p.add_argument("--port", type=port, default=30000, help="0: a free one")
+    p.add_argument("--port", type=int, default=30000, help="0: a free one")
     p.add_argument("--api-key", help="the workers' key: sent with probes, asked of whoever adds or removes workers "
                    "(or MINISGL_API_KEY)")  # fmt: skip
     p.add_argument("--balance-abs-threshold", type=int, default=32, help="cache_aware: requests in flight by which "

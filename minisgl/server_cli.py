@@ -50,20 +50,12 @@ _LIMITS = {
 }
 
 
-def port(text: str) -> int:
-    """argparse's type of a port to listen on."""
-    number = int(text)
-    if not 0 <= number < 1 << 16:
-        raise argparse.ArgumentTypeError(f"a port is a number from 0 to 65535, got {number}")
-    return number
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `serve`."""
     parser.epilog = _DEFAULTS
     parser.add_argument("--model", help="folder, hub id or .gguf file (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 to be reached from elsewhere (use an API key)")
-    parser.add_argument("--port", type=port, default=30000, help="0: any free one")
+    parser.add_argument("--port", type=int, default=30000, help="0: any free one")
     parser.add_argument("--api-key", help="clients must send it; better in the environment, as MINISGL_API_KEY")
     parser.add_argument("--served-model-name", action="append", help="what requests may call the model (repeatable)")
     parser.add_argument("--chat-template", type=Path, help="a file with a Jinja template, instead of the model's")

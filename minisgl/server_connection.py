@@ -107,8 +107,9 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        if self._running is None or self._running.response_complete:  # else it would stand inside another answer
-            self._refuse(400, msg)
+        running = self._running
+        if running is None or not running.response_started or running.response_complete:
+            self._refuse(400, msg)  # else it would stand inside another answer
         self.transport.close()
 
     def _refuse(self, status: int, message: str) -> None:

@@ -298,6 +298,16 @@ async def cancel(task: asyncio.Task[Any]) -> None:
 # ---- the key -------------------------------------------------------------------------------------------------------
 
 
+async def _take_small(receive: Receive, most: int = 64 << 10, seconds: float = 1.0) -> None:
+    """Read a small body that nobody wants: who is answered while sending may see a reset instead of the answer."""
+    with contextlib.suppress(TimeoutError), Deadline(seconds):
+        more = True
+        while more and most > 0:
+            message = await receive()
+            more = message.get("more_body", False)
+            most -= len(message.get("body", b""))
+
+
 class KeyGuard:
     """Asks for `Authorization: Bearer <key>` on every path but the health checks.
 
@@ -311,6 +321,7 @@ class KeyGuard:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._allowed(scope):
             error = ApiError(401, "no or an incorrect API key: send it as 'Authorization: Bearer <key>'",
                              code="invalid_api_key")  # fmt: skip
+            await _take_small(receive)
             answer = refusal(error)
             answer.headers["WWW-Authenticate"] = "Bearer"
             await answer(scope, receive, send)
