@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +23,15 @@ import pytest
 pytest.importorskip("uvicorn", reason='needs pip install "minisgl[server]"')
 pytest.importorskip("aiohttp", reason="the router needs minisgl[server]")
 
+import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
+
 from minisgl import Server, router_exchange, server_connection
 from minisgl.router import RouterOptions
 from minisgl.router_policy import RoundRobin
-from minisgl.router_run import RouterThread
+from minisgl.router_run import RouterThread, make_server
 from minisgl.server_jobs import Limits
 
 from . import engines
@@ -142,6 +149,79 @@ def test_the_time_limits_do_not_touch_an_answer(url, monkeypatch, slow_engine):
     assert b'"completion_tokens":60' in answer
 
 
+class Talker:
+    """An application that answers with `count` bytes in one piece, as `uvicorn` and `server_connection` serve it."""
+
+    def __init__(self, count: int):
+        async def answer(request: Any) -> Response:
+            return Response(b"x" * count)
+
+        self.url = ""
+        self.server = make_server(Starlette(routes=[Route("/", answer)]), "127.0.0.1", 0, self._ready)
+        self._thread = threading.Thread(target=self.server.run, daemon=True)
+
+    def _ready(self, url: str) -> None:
+        self.url = url
+
+    def __enter__(self) -> Talker:
+        self._thread.start()
+        wait_until(lambda: self.url)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.server.should_exit = self.server.force_exit = True
+        self._thread.join()
+
+
+def unread(url: str, sent: bytes) -> socket.socket:
+    """A connection whose answer nobody reads, and for which there is little room on the way."""
+    host, port = url.removeprefix("http://").split(":")
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.settimeout(20)
+    sock.connect((host, int(port)))
+    sock.sendall(sent)
+    return sock
+
+
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
+CLOSE = b"Connection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize("sent", [GET + CLOSE, GET + b"\r\n", (GET + b"\r\n") * 3, b"half"])
+def test_who_never_reads_does_not_keep_its_socket(monkeypatch, sent):
+    """Its answer is complete and the connection is closed, or would be: with all that waits to be taken."""
+    monkeypatch.setattr(server_connection, "STALL", 0.2)
+    with Talker(16 << 20) as talker:
+        sock = unread(talker.url, GET + CLOSE if sent == b"half" else sent)
+        if sent == b"half":
+            sock.shutdown(socket.SHUT_WR)  # it sends no more, either
+        wait_until(lambda: talker.server.server_state.total_requests)
+        wait_until(lambda: not talker.server.server_state.connections)
+        wait_until(lambda: not talker.server.server_state.tasks)
+        sock.close()
+
+
+def test_who_takes_some_is_left_alone():
+    """Twice in a row there was something to take, and in between less than LEAST was taken."""
+    connection = server_connection.Connection.__new__(server_connection.Connection)
+    left, closing = [0], [False]
+    connection.transport = SimpleNamespace(get_write_buffer_size=lambda: left[0], is_closing=lambda: closing[0])
+    connection.flow = SimpleNamespace(write_paused=False, resume_writing=lambda: None)
+
+    def stalled(size: int, paused: bool = True, closed: bool = False) -> bool:
+        left[0], connection.flow.write_paused, closing[0] = size, paused, closed
+        return connection.stalled()
+
+    mib = 1 << 20
+    assert not any(stalled(size * mib) for size in (9, 8, 7))
+    connection.resume_writing()  # it took all that, and has got more
+    assert not stalled(9 * mib)
+    assert not stalled(9 * mib, paused=False) and not stalled(9 * mib)
+    assert stalled(9 * mib) and stalled(9 * mib, closed=True) and stalled(9 * mib - 1, False, True)
+    assert not stalled(100, paused=False) and not stalled(100, False, True) and stalled(100, False, True)
+
+
 # ---- lying ----
 
 
@@ -157,6 +237,7 @@ def test_the_time_limits_do_not_touch_an_answer(url, monkeypatch, slow_engine):
         (request(b"19\r\n{}", "Transfer-Encoding: chunked"), 408),
         (request(b"".join(b"1\r\n%c\r\n" % byte for byte in SMALL) + b"0\r\n\r\n", "Transfer-Encoding: chunked"), 200),
         (request(SMALL, "Expect: 100-continue"), 100),
+        (request(b"", "Expect: 100-continue", f"Content-Length: {10**9}", close=False), 413),  # and then it is closed
         (request(b"\xef\xbb\xbf" + SMALL), 400),
         (request(SMALL.decode().encode("utf-16")), 400),
         (request(b'{"\\ud800": 1}'), 400),
@@ -175,6 +256,44 @@ def test_the_time_limits_do_not_touch_an_answer(url, monkeypatch, slow_engine):
 def test_what_is_not_right_is_told(url, monkeypatch, sent, status):
     monkeypatch.setattr(router_exchange, "READ_TIMEOUT", 0.3)
     assert status_of(said(url, sent)) == status
+
+
+def test_what_follows_the_chunks_is_not_the_requests_head(url):
+    """Trailers come when the request has been judged by its head; they could add a key, or a length, to it."""
+    body = b"%x\r\n%s\r\n0\r\n" % (len(SMALL), SMALL)
+    head = "Transfer-Encoding: chunked"
+    assert status_of(said(url, request(body + b"Expect: 100-continue\r\nX-A: b\r\n\r\n", head))) == 200
+    scopes: list[Any] = []
+
+    class Seen(server_connection.Connection):
+        def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+            scopes.append(cycle.scope)
+
+    async def main() -> None:
+        config = uvicorn.Config(Starlette(), http=Seen, log_config=None, lifespan="off", ws="none")
+        config.load()
+        ours, theirs = socket.socketpair()
+        with ours:
+            made = lambda: Seen(config, uvicorn.server.ServerState(), {})  # noqa: E731
+            transport, protocol = await asyncio.get_running_loop().create_connection(made, sock=theirs)
+            protocol.data_received(request(body + b"Authorization: Bearer x\r\n\r\n", head))
+            transport.close()
+
+    asyncio.run(main())
+    names = [name for name, _ in scopes[0]["headers"]]
+    assert b"transfer-encoding" in names and b"authorization" not in names
+
+
+@pytest.mark.parametrize(
+    "endless", [b"0\r\nX: ", b"0\r\nX: y\r\n", b"2;x="], ids=["one trailer", "trailers", "a chunk's extension"]
+)
+def test_what_is_not_body_is_bounded(url, monkeypatch, endless):
+    monkeypatch.setattr(router_exchange, "READ_TIMEOUT", 30)
+    piece = b"X: y\r\n" * 200 if endless.endswith(b"\n") else b"a" * 1000
+    with connect(url) as sock, pytest.raises(OSError):  # it is cut
+        sock.sendall(request(endless, "Transfer-Encoding: chunked", close=False))
+        for _ in range(20_000):
+            sock.sendall(piece)
 
 
 def test_chunks_without_end(url):
@@ -213,6 +332,18 @@ def test_who_leaves_takes_along_all_that_was_sent_ahead(url, runtime, slow_engin
         wait_until(lambda: runtime.stats()["running"])
     wait_until(lambda: not runtime.stats()["running"], 3)
     assert runtime.stats()["requests"] == before + 1  # the others were not begun
+
+
+def test_who_leaves_is_noticed_behind_a_long_body_sent_ahead(url, runtime, slow_engine):
+    """Nobody takes that body yet, so that reading pauses; a client may not hide behind that."""
+    body = json.dumps({"text": "abc", "sampling_params": {**GREEDY, "max_new_tokens": 500}}).encode()
+    before = runtime.stats()["output_tokens"]
+    with connect(url) as sock, contextlib.suppress(OSError):  # it is cut
+        sock.sendall(request(body, close=False))
+        wait_until(lambda: runtime.stats()["running"])
+        sock.sendall(request(b" " * 99_000, close=False))
+    wait_until(lambda: not runtime.stats()["running"])
+    assert runtime.stats()["output_tokens"] - before < 400
 
 
 def test_a_connection_cannot_queue_without_end(url, runtime, slow_engine):
