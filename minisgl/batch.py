@@ -24,6 +24,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from .batch_map import BatchError as BatchError
@@ -73,7 +74,8 @@ class Batch:
         try:
             self._add_threads(1)
             if threads > 1:
-                threading.Thread(target=self._grow, name="minisgl-batch", daemon=True).start()
+                with suppress(RuntimeError):  # the system has no thread for it: the one there runs all bodies
+                    threading.Thread(target=self._grow, name="minisgl-batch", daemon=True).start()
         except BaseException as error:  # Ctrl-C while a thread begins, or the system has none: nobody would wait
             self.abort(error)
             raise
@@ -85,7 +87,15 @@ class Batch:
             first = self._threads
             self._threads += count
         for number in range(first, first + count):
-            threading.Thread(target=self._work, name=f"minisgl-batch-{number}", daemon=True).start()
+            try:
+                threading.Thread(target=self._work, name=f"minisgl-batch-{number}", daemon=True).start()
+            except RuntimeError:  # the system has no more: those there run all bodies
+                with self._lock:
+                    self._threads -= first + count - number
+                    self._limit = self._threads
+                if self._threads == 0:
+                    raise
+                return
 
     def _body_waits(self, change: int) -> None:
         """A body begins (1) or ends (-1) to wait for the model."""

@@ -7,7 +7,8 @@ engine's ends are posted too, and the dispatcher takes everything that has arriv
                                             --> then all gens: tokenised in one call, submitted in one burst
 
 so a burst of a thousand programs costs few tokeniser calls and few hops to the engine, and a single gen goes straight
-through.  Neither the engine's thread nor a program's ever tokenises for the other.
+through.  A burst has at most `BURST` gens: while the engine computes them, the next ones are tokenised, which needs no
+interpreter.  Neither the engine's thread nor a program's ever tokenises for the other.
 
 Token ids are kept between the generations of a state.  A prompt that goes on from the last output with a special token
 (every chat template's turn marker) is the known ids plus those of the new text, since no tokenizer merges across a
@@ -17,10 +18,11 @@ that a word begun in one `s +=` and ended in the next is the token that the mode
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import queue
 import re
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from ..runtime import Runtime
 
 NO_IDS = np.zeros(0, np.int32)
+BURST = 256  # generations that are tokenised and submitted at once: about a step's worth on a GPU
 IDLE = 5.0  # seconds after which the dispatcher's thread ends; the next generation starts it again
 
 
@@ -175,7 +178,10 @@ class _Submission:
         """On the engine's thread, for one request after another."""
         self.left -= 1
         if self.left == 0 and self.dispatcher is not None:
-            self.dispatcher.post(self.finish)
+            try:
+                self.dispatcher.post(self.finish)
+            except RuntimeError as error:  # there is no thread to take it: say so on this one
+                self.fail(error)
 
     def stop(self) -> None:
         self.runtime.engine.abort([sink.request for sink in self.watched])
@@ -267,31 +273,41 @@ class Dispatcher:
 
     def after_fork(self) -> None:
         """In a child process there is no thread yet, and what the parent's will do is its own."""
-        self._lock = threading.Lock()
-        self._cond = threading.Condition(self._lock)
-        self._inbox: deque[_Submission | Callable[[], None]] = deque()
+        self._inbox: queue.SimpleQueue[_Submission | Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # held while the thread begins or ends, not for each post
         self._thread: threading.Thread | None = None
 
     def post(self, item: _Submission | Callable[[], None]) -> None:
+        """Have the thread take this.  RuntimeError if there is none and the system gives none."""
+        self._inbox.put(item)
+        # is_alive: Ctrl-C may have come before the last one began, and then this one must
+        if self._thread is None or not self._thread.is_alive():
+            self._begin()
+
+    def _begin(self) -> None:
         with self._lock:
-            self._inbox.append(item)
-            # is_alive: Ctrl-C may have come before the last one began, and then this one must
-            if self._thread is not None and self._thread.is_alive():
-                self._cond.notify()
-                return
-            self._thread = threading.Thread(target=self._main, name="minisgl-dispatcher", daemon=True)
-            self._thread.start()
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._main, name="minisgl-dispatcher", daemon=True)
+                self._thread.start()
+
+    def _take(self, wait: bool) -> list[_Submission | Callable[[], None]] | None:
+        """All that has been posted.  With `wait`, at least one item, or None if the thread is to end."""
+        items = []
+        with contextlib.suppress(queue.Empty):
+            items.append(self._inbox.get(wait, IDLE))
+            while True:
+                items.append(self._inbox.get_nowait())
+        if wait and not items:
+            with self._lock:
+                self._thread = None  # first: whoever posts after the look below starts another one
+                if self._inbox.empty():
+                    return None
+                self._thread = threading.current_thread()
+        return items
 
     def _main(self) -> None:
-        while True:
-            with self._cond:
-                while not self._inbox:
-                    if not self._cond.wait(IDLE) and not self._inbox:
-                        self._thread = None
-                        return
-                items = list(self._inbox)
-                self._inbox.clear()
-            submissions = []
+        submissions: list[_Submission] = []
+        while (items := self._take(wait=not submissions)) is not None:
             for item in items:
                 if isinstance(item, _Submission):
                     submissions.append(item)
@@ -300,13 +316,15 @@ class Dispatcher:
                         item()
                     except BaseException:  # a program's own, which has it already; the other programs go on
                         logging.getLogger("minisgl").debug("a program's step failed", exc_info=True)
-            if submissions:
+            burst, submissions = submissions[:BURST], submissions[BURST:]
+            if burst:
                 try:
-                    self._submit(submissions)
+                    self._submit(burst)
                 except BaseException as error:  # whoever waits for these has nobody else to hear it from
-                    for submission in submissions:
+                    for submission in burst:
                         submission.fail(error)
-            del items, submissions, item  # they hold the runtime, which its owner may want to be gone
+            del items[:], burst  # they hold the runtime, which its owner may want to be gone
+            item = None
 
     def _submit(self, submissions: list[_Submission]) -> None:
         runtime = submissions[0].runtime
