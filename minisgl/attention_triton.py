@@ -292,12 +292,13 @@ class TritonAttention(Attention):
 
     def _extend(self, tensors, strides, scalars, variant) -> None:
         batch, tiles = self._batch, self.tiles
+        whole = self._block_m == tiles.extend_m  # smaller tiles leave room enough for two programs as they are
         _extend_kernel[(self.num_kv_heads, len(self._tile_seq))](
             *tensors, batch.table, batch.rows, batch.seq_lens, batch.q_start, self._tile_seq, self._tile_end,
             *strides, batch.num_decodes, batch.num_seqs - batch.num_decodes, *scalars, **variant,
             BLOCK_M=self._block_m, BLOCK_N=tiles.extend_n,
             num_warps=max(4, tiles.extend_warps * self._block_m // tiles.extend_m),
-            num_stages=tiles.extend_stages,
+            num_stages=tiles.extend_stages, maxnreg=tiles.extend_registers if whole else None,
         )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from .attention import ForwardBatch
 from .attention_tile import Tiles, attend_block, load_rows
 
 MAX_SPLITS = 128  # most pieces, shared ones included, that a sequence is cut into
+NARROW = 16  # rows of the smallest tile that the tensor cores take
 MIN_SHARED_PIECES = 8  # room for a chain of this many shared segments in the largest batches
 
 
@@ -167,12 +168,42 @@ def _decode_kernel(
         tl.store(lse_ptr + at, lse, mask=row < GROUP)
 
 
+@triton.jit
+def _shared_item(
+    item_ptr, q_ptr, keys_ptr, values_ptr, partial_ptr, lse_ptr, table_ptr, rows_ptr, members_ptr, stride_q, stride_qh,
+    stride_slot, stride_head, stride_table, room, dot_scale, log2_scale,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """One item in a tile of BLOCK_M rows (`_shared_kernel` has the drawing)."""
+    kv_head = tl.program_id(0)
+    row = tl.arange(0, BLOCK_M)
+    member = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    cols = tl.arange(0, BLOCK_D)
+    reader = tl.load(item_ptr)
+    start = tl.load(item_ptr + 1)
+    end = tl.load(item_ptr + 2)
+    live = (member < tl.load(item_ptr + 4)) & (member < BLOCK_M // GROUP)
+    seq = tl.load(members_ptr + tl.load(item_ptr + 3) + member, mask=live, other=0).to(tl.int64)
+    mask = live[:, None] & (cols < D)[None, :]
+    q = tl.load(q_ptr + seq[:, None] * stride_q + head[:, None] * stride_qh + cols[None, :], mask=mask, other=0.0)
+    out, lse = _walk(
+        q, keys_ptr + kv_head * stride_head, values_ptr + kv_head * stride_head,
+        table_ptr + tl.load(rows_ptr + reader).to(tl.int64) * stride_table, start, end, stride_slot, cols,
+        dot_scale, log2_scale, D, BLOCK_M, BLOCK_N, BLOCK_D, SOFTCAP,
+    )  # fmt: skip
+    piece = (seq * room + tl.load(item_ptr + 5)) * (tl.num_programs(0) * GROUP) + head
+    tl.store(partial_ptr + piece[:, None] * D + cols[None, :], out, mask=mask)
+    tl.store(lse_ptr + piece, lse, mask=live)
+
+
 @triton.jit(do_not_specialize=["stride_table", "room"])
 def _shared_kernel(
     q_ptr, keys_ptr, values_ptr, partial_ptr, lse_ptr, table_ptr, rows_ptr, items_ptr, members_ptr, count_ptr,
     stride_q, stride_qh, stride_slot, stride_head, stride_table, room, dot_scale, log2_scale,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, NARROW: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Shared keys against the new tokens of all members. Grid (kv_heads, programs); a program takes every
     num_programs-th item, so that the grid need not know how many there are.
@@ -182,31 +213,26 @@ def _shared_kernel(
                  member      0       | 1       |
                  its head    0 1 2 3 | 0 1 2 3 |
 
+    The few members of a twig fit a tile of NARROW rows: with BLOCK_M, most of its arithmetic would be for dead rows,
+    and take longer than reading the keys does.
+
     Must move: K and V of each item once, 2 * sum(end - start) * Hkv * D elements, however many members; q; and 4 *
     Hq * D bytes per member and item, written here and read by `_combine_kernel`.
     """
-    kv_head = tl.program_id(0)
-    row = tl.arange(0, BLOCK_M)
-    member = row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    cols = tl.arange(0, BLOCK_D)
     for item in range(tl.program_id(1), tl.load(count_ptr), tl.num_programs(1)):
         at = items_ptr + item * 6
-        reader = tl.load(at)
-        start = tl.load(at + 1)
-        end = tl.load(at + 2)
-        live = (member < tl.load(at + 4)) & (member < BLOCK_M // GROUP)
-        seq = tl.load(members_ptr + tl.load(at + 3) + member, mask=live, other=0).to(tl.int64)
-        mask = live[:, None] & (cols < D)[None, :]
-        q = tl.load(q_ptr + seq[:, None] * stride_q + head[:, None] * stride_qh + cols[None, :], mask=mask, other=0.0)
-        out, lse = _walk(
-            q, keys_ptr + kv_head * stride_head, values_ptr + kv_head * stride_head,
-            table_ptr + tl.load(rows_ptr + reader).to(tl.int64) * stride_table, start, end, stride_slot, cols,
-            dot_scale, log2_scale, D, BLOCK_M, BLOCK_N, BLOCK_D, SOFTCAP,
-        )  # fmt: skip
-        piece = (seq * room + tl.load(at + 5)) * (tl.num_programs(0) * GROUP) + head
-        tl.store(partial_ptr + piece[:, None] * D + cols[None, :], out, mask=mask)
-        tl.store(lse_ptr + piece, lse, mask=live)
+        if tl.load(at + 4) * GROUP <= NARROW:
+            _shared_item(
+                at, q_ptr, keys_ptr, values_ptr, partial_ptr, lse_ptr, table_ptr, rows_ptr, members_ptr, stride_q,
+                stride_qh, stride_slot, stride_head, stride_table, room, dot_scale, log2_scale,
+                GROUP, D, NARROW, BLOCK_N, BLOCK_D, SOFTCAP,
+            )  # fmt: skip
+        else:
+            _shared_item(
+                at, q_ptr, keys_ptr, values_ptr, partial_ptr, lse_ptr, table_ptr, rows_ptr, members_ptr, stride_q,
+                stride_qh, stride_slot, stride_head, stride_table, room, dot_scale, log2_scale,
+                GROUP, D, BLOCK_M, BLOCK_N, BLOCK_D, SOFTCAP,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["window", "room"])
@@ -328,7 +354,7 @@ class Decode:
             _shared_kernel[(self.num_kv_heads, self.shared_programs)](
                 q, keys, values, self._partial, self._lse, batch.table, batch.rows, shared.items, shared.members,
                 shared.count, stride_q, stride_qh, *rest, self._room, dot_scale, log2_scale,
-                BLOCK_M=self.shared_m, **{k: v for k, v in variant.items() if k != "WINDOW"},
+                BLOCK_M=self.shared_m, NARROW=NARROW, **{k: v for k, v in variant.items() if k != "WINDOW"},
                 BLOCK_N=tiles.decode_n, num_warps=tiles.shared_warps, num_stages=tiles.shared_stages,
             )  # fmt: skip
         _decode_kernel[(self.num_kv_heads, self._splits, batch.num_decodes)](
@@ -339,7 +365,7 @@ class Decode:
         )  # fmt: skip
         if self._splits > 1:
             # large batches mostly have nothing to merge: fewer programs to find that out
-            heads = self.group if batch.num_decodes >= 32 else 1
+            heads = self.group if batch.num_decodes >= 128 else 1
             _combine_kernel[(self.num_heads // heads, batch.num_decodes)](
                 self._partial, self._lse, out, batch.seq_lens, self._split_len, self._own_start, self._pieces,
                 out.stride(0), window, self._room, self.num_heads, D=self.head_dim, BLOCK_N=tiles.decode_n,

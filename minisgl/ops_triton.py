@@ -14,11 +14,17 @@ once per step.  All accumulate in float32 and round where `ops` rounds, so resul
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from .ops import Ops
+
+if TYPE_CHECKING:
+    from .products import Products
 
 
 @triton.jit
@@ -97,7 +103,15 @@ def _silu_mul(x_ptr, out_ptr, stride_x, M: tl.constexpr, BLOCK: tl.constexpr):
 
 
 class TritonOps(Ops):
-    """`Ops` with the kernels above; products stay cuBLAS's."""
+    """`Ops` with the kernels above; products are cuBLAS's, in tiles of our choice where `products` has one."""
+
+    def __init__(self, products: Products | None = None):
+        self.products = products
+
+    def linear(self, x, weight, bias=None):
+        if self.products is None or bias is not None:
+            return F.linear(x, weight, bias)
+        return self.products.linear(x, weight)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         heads, n = (1, x.shape[-1]) if x.dim() == 2 else (x.shape[1], x.shape[2])

@@ -64,6 +64,7 @@ class Runtime:
     radix_cache           for comparison: False, no sharing between requests; "whole", only of whole sequences
     overlap               form the next step while the device runs this one; auto: on a GPU
     cuda_graphs           record decode steps as CUDA graphs; auto: on a GPU, with Triton's attention
+    tuned_products        try several tiles for the matrix products of recorded steps; auto: if steps are recorded
     shared_prefix         read a prefix that running requests share once per step; auto: where the backend can (Triton)
     attention_backend     "auto", "triton" (GPU), "torch" (any), "reference" (slow and plain)
     jump_forward          append the tokens that a grammar forces without asking the model for each
@@ -95,6 +96,7 @@ class Runtime:
         radix_cache: bool | str = True,
         overlap: bool | str = "auto",
         cuda_graphs: bool | str = "auto",
+        tuned_products: bool | str = "auto",
         shared_prefix: bool | str = "auto",
         attention_backend: str = "auto",
         jump_forward: bool = True,
@@ -134,6 +136,9 @@ class Runtime:
         graphs = check_switch("cuda_graphs", cuda_graphs, auto=recordable)
         if graphs and not recordable:
             raise ValueError("cuda_graphs=True needs a CUDA device and Triton's attention; leave it at 'auto'")
+        tuned = check_switch("tuned_products", tuned_products, auto=graphs)
+        if tuned and not graphs:
+            raise ValueError("tuned_products=True is for recorded steps: it needs cuda_graphs; leave it at 'auto'")
 
         source = resolve_model(model, load_format, revision)
         config = source.config
@@ -179,16 +184,21 @@ class Runtime:
             raise ValueError("shared_prefix=True needs the radix cache: without it no prefix is shared")
         if share and not can_share:
             raise ValueError("shared_prefix=True needs attention_backend='triton' and a model without sliding windows")
+        recorded = max(max_running_requests, 64)
+        sizes = sizing.graph_sizes(recorded) if graphs else []
+        shared_sizes = sizing.shared_graph_sizes(recorded) if graphs else []
         # the runner records graphs, on whatever device is current
         with torch.inference_mode(), torch.cuda.device(self.device) if cuda else contextlib.nullcontext():
+            if tuned:
+                sizing.choose_products(loaded.model, sorted({*sizes, *shared_sizes}))
             runner = Runner(
                 loaded.model,
                 attention,
                 table,
                 self.scheduler.rows,
                 eos_ids=self.eos_token_ids,
-                graph_sizes=sizing.graph_sizes(max(max_running_requests, 64)) if graphs else (),
-                shared_sizes=sizing.shared_graph_sizes(max(max_running_requests, 64)) if graphs else (),
+                graph_sizes=sizes,
+                shared_sizes=shared_sizes,
                 share_prefixes=share,
                 pad_rows=plan.rows,
             )

@@ -41,6 +41,7 @@ _SWITCHES = {
     "--disable-radix-cache": ("radix_cache", "no sharing of prefixes between requests"),
     "--disable-overlap": ("overlap", "form a step only when the one before has ended"),
     "--disable-cuda-graphs": ("cuda_graphs", "launch each kernel by itself"),
+    "--disable-tuned-products": ("tuned_products", "leave all matrix products to cuBLAS's own choice of tiles"),
     "--disable-jump-forward": ("jump_forward", "sample tokens that a grammar forces, too"),
 }
 _LIMITS = {

@@ -165,6 +165,28 @@ def apply(plan: ComputePlan, model: Llama, attention_backend: str = "auto") -> N
         model.use(PackedOps() if plan.packed else Ops())
 
 
+def choose_products(model: Llama, rows: Sequence[int]) -> None:
+    """Find the tiles in which a GPU computes the model's products of so many rows fastest (`products`).
+
+    Takes a second or two for a large model.  Leaves them to cuBLAS where that is not possible.
+    """
+    from .ops_triton import TritonOps
+    from .products import Products, Unavailable
+
+    if not isinstance(model.ops, TritonOps):
+        return
+    try:
+        products = Products(model.device)
+    except Unavailable as reason:
+        logging.getLogger("minisgl").info("products are left to cuBLAS: %s", reason)
+        return
+    names = [name for name in ("qkv", "o", "gate_up", "down") if getattr(model.layers[0], f"{name}_bias") is None]
+    for weights in [[getattr(layer, name) for layer in model.layers] for name in names] + [[model.lm_head]]:
+        for n in rows:
+            products.choose(weights, n)
+    model.ops.products = products
+
+
 def _compiled_ops(model: Llama) -> Ops | None:
     from . import ops_amx
 

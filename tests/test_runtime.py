@@ -825,6 +825,7 @@ BAD_OPTIONS = {
     "radix_cache": 1,
     "overlap": "yes",
     "cuda_graphs": True,
+    "tuned_products": True,
     "seed": -1,
     "events": "log",
     "revision": "main",

@@ -29,6 +29,7 @@ CONTEXT = 8192  # longest sequence, in tokens, that an engine has to be ready fo
 # ablation -> the argument of Runtime that switches the mechanism off
 SWITCHES: dict[str, dict[str, Any]] = {
     "no CUDA graphs": {"cuda_graphs": False},
+    "no tuned products": {"tuned_products": False},
     "no overlap": {"overlap": False},
     "no shared-prefix attention": {"shared_prefix": False},
     "no jump-forward": {"jump_forward": False},
@@ -122,7 +123,7 @@ def _ours(
 def _switches(make_runtime: Callable[..., Any], device: str) -> dict[str, dict[str, Any]]:
     """Those that are there to be switched off: on a CPU graphs and overlap are not used in the first place."""
     known = inspect.signature(make_runtime).parameters
-    unused = () if device.startswith("cuda") else ("cuda_graphs", "overlap")
+    unused = () if device.startswith("cuda") else ("cuda_graphs", "tuned_products", "overlap")
     return {n: switch for n, switch in SWITCHES.items() for key in switch if key in known and key not in unused}
 
 
