@@ -19,9 +19,9 @@ import difflib
 import json
 import math
 import numbers
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 __all__ = ["SamplingParams"]
@@ -119,37 +119,18 @@ class SamplingParams:
     @classmethod
     def from_dict(cls, params: Mapping[str, Any]) -> SamplingParams:
         """From keyword names to values; an unknown one is a ValueError that suggests the nearest known."""
-        names = [f.name for f in dataclasses.fields(cls)]
         for key in params:
-            if key not in names:
-                close = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
-                hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"
+            if key not in _CHECKS:
+                close = difflib.get_close_matches(str(key), _CHECKS, n=1, cutoff=0.5)
+                hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(_CHECKS)}"
                 raise ValueError(f"unknown sampling parameter {key!r}{hint}")
         return cls(**params)
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _INTEGERS.items():
-            self._set(name, _integer(name, getattr(self, name), low, high))
-        for name, (low, high, text) in _NUMBERS.items():
-            self._set(name, _number(name, getattr(self, name), low, high, text))
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                _refuse(name, "True or False", getattr(self, name))
-        if not _is_integer(self.top_k) or not (self.top_k == -1 or 1 <= self.top_k <= _INT32_MAX):
-            _refuse("top_k", "-1 (no limit) or an integer >= 1", self.top_k)
-        self._set("top_k", int(self.top_k))
-        if self.seed is not None:
-            self._set("seed", _integer("seed", self.seed, -(2**63), 2**63 - 1))
-        self._set("stop", _strings("stop", self.stop))
-        self._set("stop_regex", _patterns("stop_regex", self.stop_regex))
-        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        self._set("logit_bias", _bias("logit_bias", self.logit_bias))
-        for name in ("regex", "ebnf"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, str) and value):
-                _refuse(name, "a non-empty string or None", value)
-        for name in ("json_schema", "structural_tag"):
-            self._set(name, _json_text(name, getattr(self, name)))
+        given = vars(self)
+        for name, default in _DEFAULTS.items():  # most are left at their defaults, which need no check
+            if given[name] is not default:
+                self._set(name, _CHECKS[name](name, given[name]))
         self._check_together()
 
     def _check_together(self) -> None:
@@ -317,6 +298,47 @@ def _json_text(name: str, value: Any) -> str | None:
     if not isinstance(decoded, (dict, bool)):  # true and false are schemas too
         _refuse(name, "a JSON object, as a string or a dict", value)
     return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        _refuse(name, "True or False", value)
+    return value
+
+
+def _top_k(name: str, value: Any) -> int:
+    if not _is_integer(value) or not (value == -1 or 1 <= value <= _INT32_MAX):
+        _refuse(name, "-1 (no limit) or an integer >= 1", value)
+    return int(value)
+
+
+def _seed(name: str, value: Any) -> int | None:
+    return None if value is None else _integer(name, value, -(2**63), 2**63 - 1)
+
+
+def _text(name: str, value: Any) -> str | None:
+    if value is not None and not (isinstance(value, str) and value):
+        _refuse(name, "a non-empty string or None", value)
+    return value
+
+
+_BY_NAME: dict[str, Callable[[str, Any], Any]] = {
+    **{name: partial(_integer, low=low, high=high) for name, (low, high) in _INTEGERS.items()},
+    **{name: partial(_number, low=low, high=high, text=text) for name, (low, high, text) in _NUMBERS.items()},
+    **dict.fromkeys(_FLAGS, _flag),
+    "top_k": _top_k,
+    "seed": _seed,
+    "stop": _strings,
+    "stop_regex": _patterns,
+    "stop_token_ids": _token_ids,
+    "logit_bias": _bias,
+    **dict.fromkeys(("regex", "ebnf"), _text),
+    **dict.fromkeys(("json_schema", "structural_tag"), _json_text),
+}
+# what `SamplingParams()` has; a mapping, which is made anew for each, is always checked
+_DEFAULTS = {f.name: f.default for f in dataclasses.fields(SamplingParams)}
+# parameter -> its check, in the order of the fields, for messages
+_CHECKS = {name: _BY_NAME[name] for name in _DEFAULTS}
 
 
 def make_all(given: Sequence[Mapping[str, Any] | SamplingParams | None]) -> list[SamplingParams]:

@@ -117,7 +117,7 @@ class Scheduler:
         self.rng = np.random.default_rng(seed)
         self.rows = Rows(table.max_requests, table.max_context)
         self.waiting: list[Request] = []
-        self.running: list[Request] = []  # in order of admission
+        self.running: dict[Request, None] = {}  # a set in order of admission, from which any leaves at once
         self.reserve_ratio = 0.7  # share of the running requests' possible output that admission keeps free
         self.total_retractions = 0
         self.uncommitted = 0  # batches formed whose results have not come back
@@ -275,7 +275,7 @@ class Scheduler:
             self._emit("admit", rid=request.rid, cached=match.length, prompt=total)
             self.table.write(row, 0, match.slots)
             state.kv_len[row] = match.length
-            self.running.append(request)
+            self.running[request] = None
             self._reclaim(new)
             extends.append(self._extend(request, new))
             admitted.append(request)
@@ -414,7 +414,7 @@ class Scheduler:
         request.node, request.tree_len = None, 0
         state.vacate(row)
         self.table.give_row(row)
-        self.running.remove(request)
+        del self.running[request]
 
     def _victim(self) -> Request:
         """The running request that loses least by stepping back; never the oldest, so that one always finishes."""
@@ -530,14 +530,14 @@ class Scheduler:
 
         Nor can the books, if it failed while they were written: they are not settled but started anew.
         """
-        ended = list(dict.fromkeys(self.running + self.waiting))
+        ended = list(dict.fromkeys([*self.running, *self.waiting]))
         for row in np.flatnonzero(self.rows.active).tolist():
             self.rows.vacate(row)
         for request in ended:
             request.node, request.tree_len = None, 0
             request.status, request.finish_reason = Status.FINISHED, {"type": "abort", "message": message}
             self._emit("finish", rid=request.rid, reason="abort", tokens=len(request.tokens))
-        self.running, self.waiting, self.uncommitted = [], [], 0
+        self.running, self.waiting, self.uncommitted = {}, [], 0
         self.tree.reset()
         self.allocator.reset()
         self.table.reset()
