@@ -21,6 +21,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
+from .json_cost import MAX_NESTED, MAX_VALUES, too_many_values
 from .server_jobs import ApiError, ClientGone, as_api_error
 
 try:
@@ -72,7 +73,7 @@ class Routes:
     """
 
     def __init__(self, handlers: Mapping[str, tuple[str, Handler]]):
-        split = {path: (frozenset(methods.split()), handler) for path, (methods, handler) in handlers.items()}
+        split = {path: (_methods(names), handler) for path, (names, handler) in handlers.items()}
         self._exact = {path: found for path, found in split.items() if not path.endswith("/*")}
         self._below = {path[:-1]: found for path, found in split.items() if path.endswith("/*")}
 
@@ -97,9 +98,14 @@ class Routes:
         if found is None:
             raise ApiError(404, f"there is no {path}")
         methods, handler = found
-        if method not in methods and not (method == "HEAD" and "GET" in methods):
+        if method not in methods:
             raise ApiError(405, f"{method} is not for {path}", headers={"Allow": ", ".join(sorted(methods))})
         return handler
+
+
+def _methods(names: str) -> frozenset[str]:
+    methods = frozenset(names.split())
+    return methods | {"HEAD"} if "GET" in methods else methods
 
 
 class Interruptible:
@@ -239,6 +245,9 @@ async def parse(request: Request, model: type[Model], max_body: int, timeout: fl
             body = await _read(request, max_body)
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {timeout:g} seconds") from None
+    if too_many_values(body):
+        raise ApiError(413, f"the body has more than {MAX_VALUES} values, or {MAX_NESTED} lists, objects and names",
+                       code="body_too_large")  # fmt: skip
     try:
         return model.model_validate_json(body), len(body)
     except ValidationError as error:

@@ -32,7 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from types import NoneType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from .output import EngineError, Sink
 from .sampling_params import SamplingParams
@@ -129,10 +129,12 @@ class Admission:
             429, f"the queue is full: {self.live} sequences", code="queue_full", retry_after=self._retry_after()
         )
 
-    def give(self, count: int = 1) -> None:
+    def give(self, count: int = 1, *, ended: bool = True) -> None:
+        """ended: they have run, so that the time tells how quickly places become free."""
         with self._lock:
             self.live -= count
-            self._ends.append(time.monotonic())
+            if ended:
+                self._ends.extend([time.monotonic()] * count)
 
     def _retry_after(self) -> int:
         """Seconds in which a tenth of the queue will end, as of late."""
@@ -191,6 +193,12 @@ class Where(enum.Enum):
         return cls.GRAMMAR if grammar else cls.QUICK if size <= QUICK_BODY else cls.PLAIN
 
 
+class Abortable(Protocol):
+    """What a client may end by its name."""
+
+    def abort(self, name: str | None = None) -> None: ...
+
+
 class Job:
     """Some sequences of one request, in the engine: `async with` prepares and submits them, and ends on leaving
     whatever still runs of them.
@@ -204,18 +212,21 @@ class Job:
     Entering raises ApiError, and what `make` raises.
     """
 
-    sinks: Sequence[Sink]
+    sinks: Sequence[Sink] = ()
     tails: list[Tail]
 
     def __init__(self, service: Service, count: int, make: Callable[[], Sequence[Sink]], *, stream: bool, where: Where):
         self.service, self._count, self._make, self.stream, self._where = service, count, make, stream, where
         self._listener = Listener(service.bell)
+        self._submitted = False
+        self._called_off: set[str | None] = set()  # what `abort` was called with before there was anything to abort
 
     async def __aenter__(self) -> Job:
         service, count = self.service, self._count
         if count:
             service.check_open()
             service.admission.take(count)
+        service.jobs.add(self)
         try:
             if self._where is Where.QUICK:
                 self.sinks = self._make()
@@ -229,11 +240,14 @@ class Job:
             self.tails = [Tail(sink) for sink in self.sinks]
             service.runtime.engine.submit([sink.request for sink in self.sinks])
         except BaseException:
-            service.admission.give(count)
+            service.jobs.discard(self)
+            service.admission.give(count, ended=False)
             raise
+        self._submitted = True
+        for name in self._called_off:
+            self.abort(name)
         for sink in self.sinks:  # called at once where it has ended already
             sink.ended.add_done_callback(partial(self._account, sink))
-        service.jobs.add(self)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -250,10 +264,13 @@ class Job:
             self.service.admission.give()
         self.service.metrics.observe(sink.request)
 
-    def abort(self) -> None:
-        """End what has not ended."""
-        if self._left:
-            self.service.runtime.engine.abort([sink.request for sink in self.sinks])
+    def abort(self, name: str | None = None) -> None:
+        """End what has not ended, or what of it has this id or group; what is being prepared ends when it begins."""
+        if not self._submitted:
+            self._called_off.add(name)
+        elif self._left:
+            requests = [sink.request for sink in self.sinks]
+            self.service.runtime.engine.abort([r for r in requests if name in (None, r.rid, r.group)])
 
     async def wait(self) -> list[dict[str, Any]]:
         """The replies, when all sequences have ended.  Raises what the first of them failed of."""
@@ -283,7 +300,7 @@ class Service:
         self.admission = Admission(limits.max_queued + runtime.scheduler.table.max_requests)
         self.bell = Doorbell(asyncio.get_running_loop())
         self.draining = False
-        self.jobs: set[Job] = set()
+        self.jobs: set[Abortable] = set()  # also those that are not in the engine yet, or not just now
         self.probe: asyncio.Future[None] | None = None  # the /health_generate that is under way
         self.started = time.time()
         self.flushes = 0
@@ -293,8 +310,14 @@ class Service:
 
     def abort_all(self) -> None:
         """End every sequence that runs for HTTP; their clients get what there is."""
-        for job in self.jobs:
+        for job in list(self.jobs):
             job.abort()
+
+    def abort(self, name: str) -> None:
+        """The same for those with this id or group, also if somebody in this process has submitted them."""
+        self.runtime.abort(name)
+        for job in list(self.jobs):
+            job.abort(name)
 
     def close(self) -> None:
         self._plain.shutdown(wait=False, cancel_futures=True)

@@ -120,9 +120,18 @@ async def _events(job: Job, many: bool) -> AsyncGenerator[bytes, None]:
             meta = tail.sink.meta_info(len(ids))
             if not end:  # the engine knows how it ends before the text is complete; only the last event says so
                 meta["finish_reason"] = None
+                _to_one_length(ids, meta)
             reply = {"text": tail.sink.text[: tail.read], "output_ids": ids, "meta_info": meta}
             pieces.append(event({"index": i, **_finite(reply)} if many else _finite(reply)))
         yield b"".join(pieces)
+
+
+def _to_one_length(ids: list[int], meta: dict[str, Any]) -> None:
+    """The engine's thread goes on while one list after the other is copied."""
+    lists = [ids, *(meta[name] for name in ("output_token_logprobs", "output_top_logprobs") if name in meta)]
+    meta["completion_tokens"] = shortest = min(map(len, lists))
+    for entries in lists:
+        del entries[shortest:]
 
 
 def _finite(reply: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +159,7 @@ async def abort_request(service: Service, request: Request) -> Response:
     if body.abort_all:
         service.abort_all()
     elif body.rid:
-        service.runtime.abort(service.rid(body.rid))
+        service.abort(service.rid(body.rid))
     else:
         raise ApiError(400, "rid is missing (or abort_all)", param="rid")
     return Reply({"success": True})

@@ -260,9 +260,8 @@ async def completions(service: Service, request: Request) -> Response:
         raise ApiError(400, f"prompt must be 1 to {limits.max_prompts} prompts, got {len(prompts)}", param="prompt")
     limit = DEFAULT_COMPLETION if body.max_tokens is None else body.max_tokens
     params = sampling_params(service, body, limit)
-    tokenizer, echoes = service.runtime.tokenizer, None
-    if body.echo:
-        echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts]
+    tokenizer = service.runtime.tokenizer
+    echoes: list[str] | None = [] if body.echo else None  # filled where the prompts are prepared
     scored = body.logprobs is not None
 
     def make() -> list[Sink]:
@@ -271,6 +270,8 @@ async def completions(service: Service, request: Request) -> Response:
         rows = tokenizer.encode_batch(prompts) if isinstance(prompts[0], str) else prompts
         for ids in rows:
             service.check_length(ids, limit)
+        if echoes is not None:
+            echoes.extend(prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts)
         start = 0 if body.echo and scored else -1
         return prepare(service, body, list(rows), params, scored, start, body.logprobs or 0)
 

@@ -15,7 +15,7 @@ client wrote; `SamplingParams` checks everything again.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 try:
     from pydantic import BaseModel, ConfigDict, Field
@@ -23,13 +23,12 @@ try:
 except ImportError as error:
     raise ImportError('the server needs pydantic, starlette and uvicorn: pip install "minisgl[server]"') from error
 
-Strings = Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
-# A list of a thousand ids is not also a thousand errors of a list of strings.
-_Prompts = Annotated[
-    str | Annotated[list[str], Field(fail_fast=True)] | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)],
-    Field(union_mode="left_to_right"),
-]
+T = TypeVar("T")
+Many = Annotated[list[T], Field(fail_fast=True)]  # a thousand wrong entries are one error, and take the time of one
+_Text = Annotated[str, Field(min_length=1)]
+Strings = _Text | Many[_Text]
+TokenIds = Many[Annotated[int, Field(ge=0)]]
+_Prompts = Annotated[str | Many[str] | TokenIds | Many[TokenIds], Field(union_mode="left_to_right")]
 MAX_OUTPUTS = 128  # `n`, as OpenAI limits it
 MAX_TOP_LOGPROBS = 20
 
@@ -116,9 +115,9 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Many[dict[str, Any]] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
 
 
@@ -157,7 +156,7 @@ class NamedTool(Body):
 
 
 class ChatRequest(Sampling):
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=0)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -183,14 +182,14 @@ class ChatRequest(Sampling):
 class GenerateRequest(Body):
     """POST /generate.  Options may be given once, or in a list with one for each prompt."""
 
-    text: str | list[str] | None = None
-    input_ids: TokenIds | list[TokenIds] | None = None
-    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    text: str | Many[str] | None = None
+    input_ids: TokenIds | Many[TokenIds] | None = None
+    sampling_params: dict[str, Any] | Many[dict[str, Any]] | None = None
     stream: bool = False
-    rid: str | list[str] | None = None
-    return_logprob: bool | list[bool] | None = None
-    logprob_start_len: int | list[int] | None = None
-    top_logprobs_num: int | list[int] | None = None
+    rid: str | Many[str] | None = None
+    return_logprob: bool | Many[bool] | None = None
+    logprob_start_len: int | Many[int] | None = None
+    top_logprobs_num: int | Many[int] | None = None
     return_text_in_logprobs: bool = False
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
 

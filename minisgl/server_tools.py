@@ -171,9 +171,14 @@ class Part:
 Emit = Callable[[Part], Awaitable[None]]
 
 
-@dataclass
+class _ContextFull(Exception):
+    """What was written leaves no room for a token."""
+
+
+@dataclass(eq=False)
 class Turn:
-    """One choice: an answer that may call tools.  `params` holds what the client asked of sampling, with n=1."""
+    """One choice: an answer that may call tools.  `params` holds what the client asked of sampling, with n=1.  `group`
+    is the name of the request, `rid` this choice's."""
 
     service: Service
     index: int
@@ -184,12 +189,15 @@ class Turn:
     parallel: bool
     priority: int
     rid: str
+    group: str
     written: str = ""  # by the assistant, so far
     reason: str = "stop"
     calls: int = 0
     cached_tokens: int | None = None
     completion_tokens: int = 0
     left: int = field(init=False)  # tokens that may still be generated
+    aborted: bool = False
+    job: Job | None = None  # the step that runs
 
     def __post_init__(self) -> None:
         self.left = self.params["max_new_tokens"]
@@ -198,6 +206,13 @@ class Turn:
             wanted = self.choice.function.name
             self.tools = [tool for tool in self.tools if tool.function.name == wanted]
         self.parallel = self.parallel and not named
+
+    def abort(self, name: str | None = None) -> None:
+        """End the step that runs, and begin no other; only if this is its name, if one is given."""
+        if name in (None, self.rid, self.group):
+            self.aborted = True
+            if self.job is not None:
+                self.job.abort()
 
     async def run(self, emit: Emit) -> None:
         """Write the turn.  Raises ApiError, ValueError, EngineError."""
@@ -260,6 +275,8 @@ class Turn:
 
     async def _generate(self, more: dict[str, Any], emit: Emit | None, kind: str) -> dict[str, Any]:
         """Go on from what was written; returns the finish_reason."""
+        if self.aborted:
+            return {"type": "abort"}
         if self.left < 1 and self.completion_tokens:
             return {"type": "length"}
         grammar = "regex" in more or "json_schema" in more
@@ -273,16 +290,23 @@ class Turn:
             ids = self.prompt
             if self.written:
                 ids = [*ids, *runtime.tokenizer.encode(self.written, add_special_tokens=False).tolist()]
-            self.service.check_length(ids, self.left)
+                if len(ids) >= runtime.scheduler.max_context:
+                    raise _ContextFull
             return runtime.prepare(None, params, input_ids=ids, priority=self.priority, rid=self.rid)[0]
 
         where = Where.GRAMMAR if grammar else Where.PLAIN
-        async with Job(self.service, 0, make, stream=True, where=where) as job:
-            async for news in job.changes():
-                for _, _, text, _ in news:
-                    self.written += text
-                    if text and emit is not None:
-                        await emit(Part(self.index, kind, text))
+        self.job = Job(self.service, 0, make, stream=True, where=where)
+        try:
+            async with self.job as job:
+                async for news in job.changes():
+                    for _, _, text, _ in news:
+                        self.written += text
+                        if text and emit is not None:
+                            await emit(Part(self.index, kind, text))
+        except _ContextFull:
+            return {"type": "length"}
+        finally:
+            self.job = None
         request = job.sinks[0].request
         if self.cached_tokens is None:
             self.cached_tokens = min(request.cached_tokens or 0, len(self.prompt))
@@ -329,9 +353,15 @@ async def _turns(
     """Check as much as can be checked before a stream begins, and take seats in the queue until `held` is closed."""
     runtime, n, name = service.runtime, params.pop("n"), service.rid(body.rid)
     choice = "auto" if body.tool_choice is None else body.tool_choice
+    turns = []
+    for i in range(n):
+        own = params if params.get("seed") is None else {**params, "seed": params["seed"] + i}
+        rid = name if n == 1 else f"{name}-{i}"
+        turns.append(Turn(service, i, [], own, list(body.tools or ()), choice, body.parallel_tool_calls is not False,
+                          body.priority or 0, rid, name))  # fmt: skip
     service.check_open()
     service.admission.take(n)
-    held.callback(service.admission.give, n)
+    service.jobs.update(turns)
 
     def check() -> list[int]:
         ids = chat_prompt(service, body)
@@ -344,14 +374,13 @@ async def _turns(
     try:
         ids = await service.off_loop(check, grammar=True)
     except BaseException:
-        await held.aclose()
+        service.jobs.difference_update(turns)
+        service.admission.give(n, ended=False)
         raise
-    turns = []
-    for i in range(n):
-        own = params if params.get("seed") is None else {**params, "seed": params["seed"] + i}
-        rid = name if n == 1 else f"{name}-{i}"
-        turns.append(Turn(service, i, ids, own, list(body.tools or ()), choice, body.parallel_tool_calls is not False,
-                          body.priority or 0, rid))  # fmt: skip
+    held.callback(service.admission.give, n)
+    held.callback(service.jobs.difference_update, turns)
+    for turn in turns:
+        turn.prompt = ids
     return turns
 
 

@@ -19,6 +19,7 @@ import tracemalloc
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -140,6 +141,29 @@ def test_generate_streams_several_at_once(url, runtime):
         assert chunk["text"].startswith(last[chunk["index"]])
         last[chunk["index"]] = chunk["text"]
     assert list(last.values()) == texts(runtime, prompts, params)
+
+
+def test_the_lists_of_a_streams_chunk_have_one_length():
+    """The engine's thread appends to them while they are copied, one after the other."""
+    from minisgl.server_native import _events
+
+    entries = [(-0.5, token, None) for token in range(9)]
+    longer = {"output_token_logprobs": entries[:5], "output_top_logprobs": [entries[:1]] * 4, "completion_tokens": 3}
+    shorter = {"output_token_logprobs": entries[:2], "output_top_logprobs": [entries[:1]] * 3, "completion_tokens": 3}
+
+    async def chunk(meta, end):
+        async def changes():
+            yield [(0, SimpleNamespace(read=0, sink=sink), "", end)]
+
+        sink = SimpleNamespace(ids=[0, 1, 2], text="", meta_info=lambda _: dict(meta))
+        async for data in _events(SimpleNamespace(changes=changes), False):
+            return json.loads(data.removeprefix(b"data: "))
+
+    for meta, length in ((longer, 3), (shorter, 2)):
+        reply = asyncio.run(chunk(meta, False))
+        told = reply["meta_info"]
+        lists = reply["output_ids"], told["output_token_logprobs"], told["output_top_logprobs"]
+        assert [*map(len, lists), told["completion_tokens"]] == [length] * 4
 
 
 def test_stop_strings_and_their_text_in_a_stream(url, runtime):
@@ -370,9 +394,66 @@ def test_other_refusals(url):
     assert post(url, "/v1/completions", {"prompt": "a", "model": "nothing"}).status == 404
     answer = get(url, "/generate")
     assert answer.status == 405 and answer.error and answer.headers["Allow"] == "POST"
+    assert call(url, "PUT", "/health").headers["Allow"] == "GET, HEAD" and call(url, "HEAD", "/health").status == 200
     assert call(url, "POST", "/generate", b"{}", Content_Type="text/plain").status == 400
     big = b'{"text": "' + b"a" * 200_000 + b'"}'
     assert post(url, "/generate", big).status == 413 and post(url, "/generate", big).error
+
+
+CROWDS = {
+    "lists": ("/v1/completions", b'{"prompt": [' + b"[1]," * 600_000 + b"[1]]}"),
+    "objects": ("/v1/chat/completions", b'{"messages": [' + b"{}," * 600_000 + b"{}]}"),
+    "names": ("/v1/completions", b'{"prompt": "a"' + b"".join(b',"k%d":1' % i for i in range(300_000)) + b"}"),
+    "numbers": ("/generate", b'{"input_ids": [' + b"1," * 1_200_000 + b"1]}"),
+    "quotes": ("/generate", b'{"text": [' + b'""' * 1_200_000 + b'""]}'),
+}
+
+
+@pytest.mark.parametrize("name", CROWDS)
+def test_a_body_of_too_many_values_is_not_parsed(runtime, name, monkeypatch):
+    """Its bytes would be allowed, but no stream goes on while it is parsed."""
+    path, body = CROWDS[name]
+    with Server(runtime, port=0) as server:
+        for model in ("CompletionRequest", "ChatRequest", "GenerateRequest"):
+            monkeypatch.setattr(f"minisgl.server_schemas.{model}.model_validate_json", None)
+        answer = post(server.url, path, body)
+        assert answer.status == 413 and "values" in answer.error["message"]
+
+
+def test_a_large_body_of_few_values_is_parsed(runtime):
+    text = 'a "quoted", [bracketed]: text\\' * 30_000
+    with Server(runtime, port=0) as server:
+        answer = post(server.url, "/generate", {"text": text, "sampling_params": {"max_new_tokens": 1}})
+        assert answer.status == 400 and "tokens" in answer.error["message"]
+
+
+def test_a_thousand_wrong_entries_are_one_error():
+    from pydantic import ValidationError
+
+    from minisgl import server_schemas as schemas
+
+    for model, body in {
+        schemas.CompletionRequest: {"prompt": "a", "stop": [""] * 1000},
+        schemas.ChatRequest: {"messages": [{}] * 1000},
+        schemas.GenerateRequest: {"text": [1] * 1000, "sampling_params": [1] * 1000},
+    }.items():
+        with pytest.raises(ValidationError) as raised:
+            model.model_validate_json(json.dumps(body))
+        assert raised.value.error_count() < 10
+
+
+def test_an_echo_is_decoded_after_the_length_check_and_not_on_the_loop(url, runtime, monkeypatch):
+    tokenizer = runtime.tokenizer
+    threads = []
+    real = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda *a, **k: (threads.append(threading.current_thread()), real(*a))[1])
+    long = [1] * 2000  # a body of more than QUICK_BODY bytes
+    assert post(url, "/v1/completions", {"prompt": long, "echo": True, "max_tokens": 1}).status == 400
+    assert not threads
+    ids = tokenizer.encode("abc").tolist()
+    body = {"prompt": ids, "echo": True, "max_tokens": 1, "user": "x" * 5000}
+    assert post(url, "/v1/completions", body).json["choices"][0]["text"].startswith("abc")
+    assert [thread.name.partition("_")[0] for thread in threads] == ["minisgl-prepare"]
 
 
 def test_a_body_that_does_not_arrive_or_has_no_length(url):
@@ -461,6 +542,91 @@ def test_an_engine_error_is_told_and_the_server_goes_on(url, runtime, monkeypatc
     assert last["error"]["code"] == "engine_error"
     monkeypatch.setattr(runtime._engine.runner, "launch", real)
     assert post(url, "/generate", {"text": "abc", "sampling_params": {"max_new_tokens": 2}}).status == 200
+
+
+def test_a_refusal_is_no_end_that_the_queue_counts(url, server):
+    """Retry-After is computed from how often sequences end: what was refused says nothing about that."""
+    server._service.admission._ends.clear()
+    for _ in range(5):
+        assert post(url, "/generate", {"text": ["a"] * 3, "sampling_params": {"regex": "("}}).status == 400
+    assert not server._service.admission._ends and server._service.admission.live == 0
+    post(url, "/generate", {"text": "a", "sampling_params": {"max_new_tokens": 1}})
+    wait_until(lambda: len(server._service.admission._ends) == 1)
+
+
+@pytest.mark.parametrize("order", [{"abort_all": True}, {"rid": "mine"}], ids=["all", "by name"])
+def test_an_abort_reaches_what_is_being_prepared(url, runtime, order, monkeypatch):
+    """It is not in the engine yet, and must not begin to run when it is ready."""
+    begun, go = threading.Event(), threading.Event()
+    real = runtime._preparer.prepare
+
+    def slow(*args, **options):
+        begun.set()
+        go.wait(20)
+        return real(*args, **options)
+
+    monkeypatch.setattr(runtime._preparer, "prepare", slow)
+    done = []
+    body = {"text": "a", "sampling_params": {**LONG, "regex": "[ab]{400}"}, "rid": "mine"}
+    thread = threading.Thread(target=lambda: done.append(post(url, "/generate", body)))
+    thread.start()
+    assert begun.wait(20)
+    assert post(url, "/abort_request", order).status == 200
+    go.set()
+    thread.join()
+    assert done[0].json["meta_info"]["finish_reason"]["type"] == "abort"
+    assert done[0].json["meta_info"]["completion_tokens"] < 5
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {
+    "properties": {"x": {"type": "string", "maxLength": 200, "minLength": 200}}, "required": ["x"]}}}  # fmt: skip
+
+
+@pytest.mark.parametrize("by", ["abort_all", "rid"])
+def test_an_abort_reaches_a_tool_turn_between_two_of_its_steps(url, runtime, by, monkeypatch):
+    from minisgl.server_tools import Turn
+
+    done, begun, go = [], threading.Event(), threading.Event()
+    real = Turn._generate
+
+    async def held(self, more, emit, kind):
+        if "json_schema" in more:
+            begun.set()
+            await asyncio.to_thread(go.wait, 20)
+        return await real(self, more, emit, kind)
+
+    monkeypatch.setattr(Turn, "_generate", held)
+    body = {**CHAT, "tools": [TOOL], "tool_choice": "required", "max_tokens": 300, "rid": "turn", "n": 2}
+    thread = threading.Thread(target=lambda: done.append(post(url, "/v1/chat/completions", body)))
+    thread.start()
+    assert begun.wait(20)
+    order = {"abort_all": True} if by == "abort_all" else {"rid": "turn"}
+    assert post(url, "/abort_request", order).status == 200
+    go.set()
+    thread.join()
+    assert [choice["finish_reason"] for choice in done[0].json["choices"]] == ["abort", "abort"]
+    assert done[0].json["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_a_tool_call_at_the_end_of_the_context_is_cut(url, runtime, choice, stream):
+    """Its punctuation is not the client's: where that does not fit any more the answer has reached its length."""
+    body = {**CHAT, "tools": [TOOL], "tool_choice": choice, "max_tokens": 300}
+
+    def ask(letters):
+        messages = [{"role": "user", "content": "x" * letters}]
+        if not stream:
+            return post(url, "/v1/chat/completions", {**body, "messages": messages})
+        return list(events(url, "/v1/chat/completions", {**body, "messages": messages}))[-1]
+
+    refused = post(url, "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": "x" * 600}]})
+    tokens, limit = [int(word) for word in refused.error["message"].split() if word.isdecimal()][:2]
+    room = 600 - (tokens - limit)  # letters, a token each
+    for letters in (room, room - 20, room - 60):
+        answer = ask(letters)
+        reason = answer["choices"][0] if stream else answer.json["choices"][0]
+        assert reason["finish_reason"] == "length", reason
 
 
 # ---- clients that leave, and slow ones -----
