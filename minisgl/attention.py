@@ -116,10 +116,12 @@ class Attention(ABC):
     """Attention of one model over one KV pool: `begin` once per step, then `forward` once per layer.
 
     shares_prefixes: whether `prefix_sharing` is there and `ForwardBatch.shared` understood.
+    rotates: whether `forward` takes `rope`.
     num_heads must be a multiple of num_kv_heads; query head h reads KV head h // (num_heads // num_kv_heads).
     """
 
     shares_prefixes = False
+    rotates = False
 
     def __init__(self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int):
         if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:

@@ -1,4 +1,4 @@
-"""Attention kernels in Triton: KV write and paged extend (prefill); those of decode are in `decode_triton`.
+"""Attention kernels in Triton: KV write, with RoPE, and paged extend (prefill); those of decode are in `decode_triton`.
 
 All of them follow the request table, so a token's K and V may sit in any slot of the pool. What they have in common,
 the online softmax above all, is in `attention_tile`.
@@ -65,6 +65,58 @@ def _write_kernel(
     v = tl.load(v_ptr + token[:, None] * stride_v + col[None, :], mask=mask)
     tl.store(keys_ptr + dest, k, mask=mask)
     tl.store(values_ptr + dest, v, mask=mask)
+
+
+@triton.jit
+def _turn(ptr, cos, sin, mask, HALF: tl.constexpr):
+    """The pairs (x_i, x_{i + D/2}) of each head, turned by the angles of their position and rounded: both halves."""
+    a = tl.load(ptr, mask=mask, other=0.0)
+    b = tl.load(ptr + HALF, mask=mask, other=0.0)
+    exact_a, exact_b = a.to(tl.float32), b.to(tl.float32)
+    return (exact_a * cos - exact_b * sin).to(a.dtype), (exact_b * cos + exact_a * sin).to(a.dtype)
+
+
+@triton.jit
+def _turn_and_write_kernel(
+    q_ptr, k_ptr, v_ptr, angles_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, stride_q, stride_qh, stride_k,
+    stride_kh, stride_v, stride_vh, stride_angles, stride_slot, stride_head,
+    H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """RoPE and the KV write in one: program t turns token t's heads by its position. Grid (T,).
+
+        q[t]  H heads   [ a | b ]  ->  the same place, turned
+        k[t]  K heads   [ a | b ]  ->  keys[slots[t]], turned
+        v[t]  K heads   [   .   ]  ->  values[slots[t]]
+
+    Moves 2 * (H + 2 * K) * D elements per token and its D cosines and sines: turned keys do not go to memory twice,
+    and a decode step, where launches are what costs, has one launch less in each layer.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    narrow = (cols < HALF)[None, :]
+    angles = angles_ptr + tl.load(positions_ptr + token) * stride_angles + cols
+    cos = tl.load(angles, mask=cols < HALF, other=0.0)[None, :]
+    sin = tl.load(angles + HALF, mask=cols < HALF, other=0.0)[None, :]
+    slot = tl.load(slots_ptr + token).to(tl.int64) * stride_slot
+
+    head = tl.arange(0, BLOCK_H)[:, None]
+    mask = (head < H) & narrow
+    at = q_ptr + token * stride_q + head * stride_qh + cols[None, :]
+    low, high = _turn(at, cos, sin, mask, HALF)
+    tl.store(at, low, mask=mask)
+    tl.store(at + HALF, high, mask=mask)
+
+    head = tl.arange(0, BLOCK_K)[:, None]
+    mask = (head < K) & narrow
+    low, high = _turn(k_ptr + token * stride_k + head * stride_kh + cols[None, :], cos, sin, mask, HALF)
+    dest = keys_ptr + slot + head * stride_head + cols[None, :]
+    tl.store(dest, low, mask=mask)
+    tl.store(dest + HALF, high, mask=mask)
+    at = v_ptr + token * stride_v + head * stride_vh + cols[None, :]
+    dest = values_ptr + slot + head * stride_head + cols[None, :]
+    tl.store(dest, tl.load(at, mask=mask, other=0.0), mask=mask)
+    tl.store(dest + HALF, tl.load(at + HALF, mask=mask, other=0.0), mask=mask)
 
 
 # ------------------------------------------------------------------------------------ 2. extend
@@ -191,6 +243,7 @@ class TritonAttention(Attention):
     """
 
     shares_prefixes = True
+    rotates = True
 
     def __init__(
         self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, tiles: Tiles | None = None
@@ -257,14 +310,20 @@ class TritonAttention(Attention):
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        rope: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
+        """As `Attention.forward`.  rope: ((positions, head_dim) cosines then sines, float32; (T,) positions) by which
+        to turn q, in place, and k first."""
         if q.dtype != self.dtype:
             raise ValueError(f"q has dtype {q.dtype}, the KV pool {self.dtype}: they must be the same")
         batch = self._batch
         keys, values = self.pool.keys(layer), self.pool.values(layer)
-        self._write(keys, values, k, v)
         if q.stride(-1) != 1:
             q = q.contiguous()
+        if rope is None:
+            self._write(keys, values, k, v)
+        else:
+            self._turn_and_write(keys, values, q, k, v, *rope)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         # Under softcap q.k * dot_scale goes into tanh; log2_scale makes powers of two of what comes out.
         dot_scale, log2_scale = (scale / softcap, softcap * LOG2E) if softcap else (1.0, scale * LOG2E)
@@ -288,6 +347,16 @@ class TritonAttention(Attention):
         _write_kernel[(triton.cdiv(len(k), block_t), triton.cdiv(width, block_w))](
             k, v, self._batch.out_slots, keys, values, k.stride(0), v.stride(0), keys.stride(0), len(k),
             WIDTH=width, BLOCK_T=block_t, BLOCK_W=block_w, num_warps=4,
+        )  # fmt: skip
+
+    def _turn_and_write(self, keys, values, q, k, v, angles: torch.Tensor, positions: torch.Tensor) -> None:
+        k, v = _rows(k), _rows(v)
+        half = self.head_dim // 2
+        _turn_and_write_kernel[(len(q),)](
+            q, k, v, angles, positions, self._batch.out_slots, keys, values, *q.stride()[:2], *k.stride()[:2],
+            *v.stride()[:2], angles.stride(0), *keys.stride()[:2], H=self.num_heads, K=self.num_kv_heads, HALF=half,
+            BLOCK_H=triton.next_power_of_2(self.num_heads), BLOCK_K=triton.next_power_of_2(self.num_kv_heads),
+            BLOCK=triton.next_power_of_2(half), num_warps=4,
         )  # fmt: skip
 
     def _extend(self, tensors, strides, scalars, variant) -> None:

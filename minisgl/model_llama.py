@@ -84,7 +84,7 @@ class Llama:
         if done is not None:
             return done
         c = self.config
-        q_width, qk_heads = c.num_heads, c.num_heads + c.num_kv_heads
+        qk_heads = c.num_heads + c.num_kv_heads
         scale = c.head_dim**-0.5
         ops, eps = self.ops, c.rms_norm_eps
         rows = ops.rope_rows(self.rope.rows(batch.max_seq_len), batch.positions, self.dtype)
@@ -96,9 +96,7 @@ class Llama:
             qk, v = qkv[:, :qk_heads], qkv[:, qk_heads:]
             if layer.qk_norm is not None:
                 qk = ops.rms_norm(qk, layer.qk_norm, eps)
-            qk = ops.apply_rope(qk, rows)
-            x = attn.forward(i, qk[:, :q_width], qk[:, q_width:], v, scale=scale, window=layer.window)
-            x = x.reshape(len(x), -1)
+            x = ops.attend(attn, i, qk, v, rows, scale=scale, window=layer.window).reshape(len(x), -1)
             x, residual = ops.linear_add_norm(x, layer.o, layer.o_bias, residual, layer.post_norm, eps)
             x = ops.swiglu(x, layer.gate_up, layer.gate_up_bias)
             norm = self.layers[i + 1].input_norm if i + 1 < c.num_layers else self.final_norm

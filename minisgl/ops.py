@@ -126,3 +126,19 @@ class Ops:
 
     def apply_rope(self, x: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return apply_rope(x, rows)
+
+    def attend(
+        self,
+        attn: Attention,
+        layer: int,
+        qk: torch.Tensor,
+        v: torch.Tensor,
+        rows: tuple[torch.Tensor, torch.Tensor],
+        *,
+        scale: float,
+        window: int,
+    ) -> torch.Tensor:
+        """Turn q and k, (T, H + K, D) together, by their positions, then attend (`Attention.forward`): (T, H, D)."""
+        qk = self.apply_rope(qk, rows)
+        heads = attn.num_heads
+        return attn.forward(layer, qk[:, :heads], qk[:, heads:], v, scale=scale, window=window)

@@ -153,6 +153,12 @@ class TritonOps(Ops):
         )  # fmt: skip
         return x
 
+    def attend(self, attn, layer, qk, v, rows, *, scale, window):
+        if not attn.rotates:
+            return super().attend(attn, layer, qk, v, rows, scale=scale, window=window)
+        heads = attn.num_heads
+        return attn.forward(layer, qk[:, :heads], qk[:, heads:], v, scale=scale, window=window, rope=rows)
+
 
 def _warps(block: int) -> int:
     return min(8, max(1, block // 512))

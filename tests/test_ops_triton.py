@@ -12,9 +12,12 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton", reason="Triton is installed on Linux only")
 
+from minisgl.attention_triton import TritonAttention
 from minisgl.ops import Ops
 from minisgl.ops_triton import TritonOps
 from minisgl.rope import RotaryTable
+
+from .attention_batches import make_step
 
 CASES = [
     pytest.param(("cpu", torch.float32, 1e-6), id="cpu-fp32"),
@@ -66,6 +69,34 @@ def test_rope(setting, head_dim):
     got = fused.apply_rope(inside[:, :5], fused.rope_rows(table, positions, x.dtype))
     close(got, want, tolerance)
     assert got.data_ptr() == inside.data_ptr()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (9, 3, 80), (3, 1, 96), (2, 2, 128)])
+def test_turning_and_writing_at_once_is_turning_then_writing(setting, heads, kv_heads, head_dim):
+    """The same bits in q, in the pool and in the output, for decodes and prompts, whatever the layout of q, k and v."""
+    make, _ = setting
+    step = make_step(
+        [(1, 30), (1, 1), (5, 20), (3, 3)], heads, kv_heads, head_dim, dtype=make(1).dtype, device=make(1).device.type,
+        decodes=2,
+    )  # fmt: skip
+    batch, tokens = step.batch, step.batch.num_tokens
+    angles = torch.rand((64, head_dim // 2), device=batch.positions.device) * 6
+    table = torch.cat((angles.cos(), angles.sin()), -1)
+    qkv = make(tokens, heads + 2 * kv_heads, head_dim)
+    results = []
+    for rotates in (True, False):
+        attention = TritonAttention(step.pool, heads, kv_heads, head_dim)
+        attention.rotates = rotates
+        attention.begin(batch)
+        step.pool.kv[:, :, batch.out_slots] = 0.0
+        mine = qkv.clone()
+        qk, v = mine[:, : heads + kv_heads], mine[:, heads + kv_heads :]
+        ops = TritonOps()
+        rows = ops.rope_rows(table, batch.positions, qkv.dtype)
+        out = ops.attend(attention, 0, qk, v, rows, scale=head_dim**-0.5, window=0)
+        results.append((out, mine[:, :heads].clone(), step.pool.kv[:, :, batch.out_slots].clone()))
+    for fused, apart in zip(*results):
+        assert torch.equal(fused, apart) and fused.abs().sum() > 0
 
 
 def test_swiglu(setting):
