@@ -73,6 +73,8 @@ _MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "system"]) | _ANY},
     optional={"content": st.text(max_size=8) | _ANY, "tool_calls": _ANY, "name": _ANY, "x": _ANY},
 )
+_ROLES = st.sampled_from(["user", "assistant", "system"])
+_GOOD = st.fixed_dictionaries({"role": _ROLES, "content": st.text(max_size=8)})
 _TEMPLATES = st.sampled_from([CHAT, PLAIN_TEMPLATE, "{{ messages | tojson }}{{ tools | tojson }}",
     "{% for m in messages %}{{ m.content | trim }}{{ m.content[0].text }}{% endfor %}",
                               "{{ messages }}",
@@ -223,8 +225,9 @@ def check_conversation(given: tuple[str, list[tuple[str, str]]]) -> str:
 _TURNS = st.lists(st.tuples(st.sampled_from(["user", "assistant", "system", "tool", ""]), st.text(max_size=6)),
     max_size=5)
 TARGETS = [
-    Target("messages", st.tuples(_TEMPLATES, _ANY | st.lists(_MESSAGE | _ANY, max_size=4), _OPTIONS), check_messages,
-        ("refused", "rendered")),
+    # some good ones, or next to all would be refused for their first message
+    Target("messages", st.tuples(_TEMPLATES, _ANY | st.lists(_MESSAGE | _ANY, max_size=4)
+        | st.lists(_GOOD, min_size=1, max_size=4), _OPTIONS), check_messages, ("refused", "rendered")),
     Target("template", st.sampled_from(BOMBS + ESCAPES) | _WORDS, check_template, ("refused", "rendered")),
     Target("conversation", st.tuples(_TEMPLATES | _WORDS, _TURNS), check_conversation, ("refused", "rendered")),
 ]

@@ -355,6 +355,11 @@ _FULL_TAG = st.fixed_dictionaries({
     "begin": st.sampled_from(["<a>", "<a=f>", "<b=", "<b=g>", "é!"]), "schema": _right() | st.sampled_from([{},
         {"type": "integer"}, {"enum": ["<a", "<b="]}]),
     "end": st.sampled_from(["", "</a>", "é", "<a"])})  # fmt: skip
+_GOOD_TAG = st.sampled_from([
+    {"structures": [{"begin": "<a>", "schema": {"type": "integer"}, "end": "</a>"}], "triggers": ["<a"]},
+    {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"},
+                    {"begin": "<b=x>", "schema": {"enum": [1]}, "end": "é"}], "triggers": ["<a", "<b="]},
+])  # fmt: skip
 _TAGS = st.one_of(
     st.fixed_dictionaries({"structures": st.lists(_FULL_TAG, min_size=1, max_size=3)},
                           optional={"type": st.just("structural_tag"), "triggers": st.just(["<a", "<b=", "é"])}),
@@ -422,7 +427,9 @@ _NUMBER = st.integers(0, 2**20)
 TARGETS = [
     Target("regex", st.tuples(_REGEXES, _NUMBER), check_regex, ("refused", "matched", "walked")),
     Target("schema", st.tuples(_SCHEMAS, _SPACES, _NUMBER), check_schema, ("refused", "validated", "walked")),
-    Target("tag", st.tuples(_TAGS, _NUMBER), check_tag, ("refused", "walked")),
+    # a fifth good ones: few of the others are
+    Target("tag", st.tuples(st.integers(0, 4).flatmap(lambda n: _TAGS if n else _GOOD_TAG), _NUMBER), check_tag,
+        ("refused", "walked")),
     Target("request-fsm", st.tuples(st.just("fsm"), _KINDS, _NUMBER), check_request, ("refused", "walked")),
     Target("request-llguidance", st.tuples(st.just("llguidance"), _KINDS, _NUMBER), check_request, ("refused",
         "walked")),
