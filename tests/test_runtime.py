@@ -102,6 +102,22 @@ def test_token_ids_of_any_kind(rt, kind):
     assert [r["output_ids"] for r in rt.generate(input_ids=[kind(ids)], sampling_params=GREEDY)] == [want]
 
 
+def test_many_arrays_are_checked_as_one(rt):
+    rows = [np.array(random_ids(n), np.int32) for n in (9, 1, 5)]
+    sinks, _ = rt.prepare(None, GREEDY, input_ids=rows)
+    kept = [row.copy() for row in rows]
+    for row in rows:
+        row[:] = 0  # the caller's own, to do with as it likes
+    assert [sink.request.prompt.tolist() for sink in sinks] == [row.tolist() for row in kept]
+    assert all(sink.request.prompt.dtype == np.int32 for sink in sinks)
+    for bad in (320, -1):
+        wrong = np.array([3, bad], np.int32)
+        with pytest.raises(ValueError, match=f"input_ids has token id {bad}, outside the vocabulary"):
+            rt.prepare(None, GREEDY, input_ids=[kept[0], wrong])
+    with pytest.raises(ValueError, match="empty"):
+        rt.prepare(None, GREEDY, input_ids=[kept[0], kept[1][:0]])
+
+
 def test_generate_batch_second_call(rt):
     prompts = [f"prompt {i}" for i in range(12)]
     config, dtype, threads = repr(rt.config), torch.get_default_dtype(), torch.get_num_threads()

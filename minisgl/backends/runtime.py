@@ -112,7 +112,7 @@ class _Submission:
             rest = prompt.text[anchor.length :]
             # A special token starts afresh.  A gen right behind a gen goes on from the ids; a select may merge.
             if (not rest and self.choices is None) or (special is not None and special.match(rest)):
-                known, tail, add = anchor.value, rest, False
+                known, tail, add = _joined(anchor.value), rest, False
         return known, [tail, *(tail + choice for choice in self.choices or ())], add
 
     @property
@@ -214,20 +214,22 @@ class _Submission:
         return Reply(result["text"], result["meta_info"], self._anchor(sink, result))
 
     def _anchor(self, sink: Sink, result: dict[str, Any]) -> Anchor | None:
-        """The ids of prompt and output where they are exactly the text's; else of the prompt's finished turns."""
+        """The ids of prompt and output where they are exactly the text's; else of the prompt's finished turns.
+
+        As a list of their parts: most are never asked for, and who asks puts them together.
+        """
         tokenizer = self.runtime.tokenizer
-        output, matched = list(result["output_ids"]), (result["meta_info"]["finish_reason"] or {}).get("matched")
+        output, matched = result["output_ids"], (result["meta_info"]["finish_reason"] or {}).get("matched")
         if output and matched == output[-1] and not sink.request.params.no_stop_trim:
-            output.pop()
+            output = output[:-1]
         text = result["text"]
         if not isinstance(matched, str) and not text.endswith("\ufffd") and tokenizer.special_ids.isdisjoint(output):
-            ids = np.concatenate([self.ids, np.array(output, np.int32)])  # typed: an empty list would be float
-            return Anchor(len(self.prompt.text) + len(text), ids)
+            return Anchor(len(self.prompt.text) + len(text), (self.ids, output))
         ids = self.ids.tolist()
         for i in range(len(ids) - 1, 0, -1):
             if ids[i] in tokenizer.special_ids:
                 at = self.prompt.text.rfind(tokenizer.token_text(ids[i]))
-                return Anchor(at, self.ids[:i]) if at >= 0 else None
+                return Anchor(at, (self.ids[:i],)) if at >= 0 else None
         return None
 
     def _chosen(self) -> Reply:
@@ -255,8 +257,7 @@ class _Submission:
             "scores": decision.scores,
             "input_token_logprobs": [meta["input_token_logprobs"] for meta in metas],
         }
-        ids = np.array(self.plan.rows[best], np.int32)
-        return Reply(text, meta, Anchor(len(self.prompt.text) + len(text), ids))
+        return Reply(text, meta, Anchor(len(self.prompt.text) + len(text), (self.plan.rows[best],)))
 
 
 def _values(meta: dict[str, Any]) -> list[float]:
@@ -412,6 +413,10 @@ class Dispatcher:
 
 def _behind(known: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return np.concatenate([known, ids], dtype=np.int32) if len(known) else ids
+
+
+def _joined(parts: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts, dtype=np.int32, casting="unsafe")  # an empty list counts as an array of floats
 
 
 _dispatchers: WeakKeyDictionary[Any, Dispatcher] = WeakKeyDictionary()
