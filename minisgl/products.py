@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from ctypes import byref
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -151,7 +152,10 @@ class Library:
         return layout
 
 
-@dataclass
+_library = cache(Library)  # one handle for each device, however many engines come and go
+
+
+@dataclass(eq=False)
 class Product:
     """x (rows, K) @ weight (columns, K).T for these sizes, as cuBLASLt describes it.
 
@@ -175,6 +179,8 @@ class Product:
         self._x = lib.layout(self.inner, self.rows, self.dtype)
         self._out = lib.layout(self.columns, self.rows, self.dtype)
         self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+        layouts = (self._weight, self._x, self._out)
+        weakref.finalize(self, _destroy, lib, self._descriptor, layouts).atexit = False
 
     def algorithms(
         self, tile: tuple[int, int], options: Iterable[int], clusters: Iterable[int]
@@ -218,6 +224,12 @@ class Product:
             pointer(torch.cuda.current_stream(x.device).cuda_stream),
         )  # fmt: skip
         return out
+
+
+def _destroy(lib: Library, descriptor: ctypes.c_void_p, layouts: Iterable[ctypes.c_void_p]) -> None:
+    lib.call("MatmulDescDestroy", descriptor)
+    for layout in layouts:
+        lib.call("MatrixLayoutDestroy", layout)
 
 
 # ---- choosing --------------------------------------------------------------------------------------------------------
@@ -269,7 +281,7 @@ class Products:
     choices: list[Choice] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._library = Library(self.device)
+        self._library = _library(self.device)
         self._processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._chosen: dict[tuple[int, int, int, torch.dtype], tuple[Product, _Algorithm]] = {}
         self._stopwatch = Stopwatch()
