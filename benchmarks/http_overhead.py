@@ -37,6 +37,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import random
 import statistics
@@ -209,6 +210,8 @@ def run(args: argparse.Namespace, model: str | None) -> dict[str, Any]:
             ways = {name: way for name, way in ways.items() if name == BASE or name in args.ways}
             for way in ways.values():  # warm up
                 measure(work, way)
+            gc.collect()
+            gc.freeze()  # as `serve` does: a full collection would fall into one run or another, and stop it for 0.1 s
             rows: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
             for i in range(args.repeat):
                 for name in list(ways)[:: -1 if i % 2 else 1]:
