@@ -18,7 +18,7 @@ try:
 except ImportError as error:
     raise ImportError('the server needs pydantic, starlette and uvicorn: pip install "minisgl[server]"') from error
 
-from .server_http import encode
+from .server_http import Client, encode
 from .server_jobs import ApiError
 
 MAX_HEAD = 64 << 10  # bytes of a request's first line and headers
@@ -49,6 +49,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
+        self._peer = Client()
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -57,10 +58,12 @@ class Connection(HttpToolsProtocol):
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
+        self._peer.leave()
 
     def on_message_begin(self) -> None:
         self._in_head, self._fruitless = True, 0
         super().on_message_begin()
+        self.scope[Client.KEY] = self._peer  # pyright: ignore[reportGeneralTypeIssues]
 
     def on_headers_complete(self) -> None:
         self._in_head, self._fruitless = False, 0
@@ -77,6 +80,11 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
         if self.pipeline and self.flow.read_paused:  # who does not read does not see the client leave
             self.transport.close()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if not self.transport.is_closing():
+            self.flow.resume_reading()  # which a large body has stopped: to see it if the client leaves
 
     def data_received(self, data: bytes) -> None:
         self._fruitless += len(data)

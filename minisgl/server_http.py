@@ -121,7 +121,7 @@ class Interruptible:
         self._before = task.cancelling() if sys.version_info >= (3, 11) else 0
         return self
 
-    def interrupt(self, _: Any = None) -> None:
+    def interrupt(self) -> None:
         if self._task is not None and not self._interrupted:
             self._interrupted = True
             self._task.cancel()
@@ -137,21 +137,38 @@ class Interruptible:
                 raise self.error from None
 
 
+class Client:
+    """Whether the client of a connection is still there.  The connection puts it into each request's scope: to wait for
+    ASGI's `http.disconnect` takes a task for each request."""
+
+    KEY = "minisgl.client"
+
+    def __init__(self) -> None:
+        self.gone = False
+        self.told: set[Callable[[], None]] = set()  # called when it goes away
+
+    def leave(self) -> None:
+        self.gone = True
+        for call in tuple(self.told):
+            call()
+
+
 class Connected(Interruptible):
-    """Work for a client, which ends with ClientGone when the client goes away."""
+    """Work for a request's client, which ends with ClientGone when the client goes away."""
 
     error = ClientGone
 
-    def __init__(self, receive: Receive):
-        self._receive = receive
+    def __init__(self, scope: Scope):
+        self._client: Client = scope[Client.KEY]
 
     def __enter__(self) -> Interruptible:
-        self._watch = asyncio.get_running_loop().create_task(disconnected(self._receive))
-        self._watch.add_done_callback(self.interrupt)
+        if self._client.gone:
+            raise ClientGone
+        self._client.told.add(self.interrupt)
         return super().__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        self._watch.cancel()
+        self._client.told.discard(self.interrupt)
         super().__exit__(kind, error, trace)
 
 
@@ -194,7 +211,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()
         try:
-            with contextlib.suppress(ClientGone), Connected(receive) as connected:
+            with contextlib.suppress(ClientGone), Connected(scope) as connected:
                 self._check(loop, connected)
                 await self._write(send, loop)
         finally:

@@ -69,10 +69,10 @@ async def generate(service: Service, request: Request) -> Response:
     many = not single or count > 1
     if body.stream:
         held = AsyncExitStack()
-        with Connected(request.receive):
+        with Connected(request.scope):
             await held.enter_async_context(job)
         return EventStream(_events(job, many), held, limits.write_timeout)
-    with Connected(request.receive):
+    with Connected(request.scope):
         async with job:
             replies = [_finite(reply) for reply in await job.wait()]
     return Reply(replies if many else replies[0])

@@ -305,10 +305,10 @@ def constrained(params: dict[str, Any]) -> bool:
 async def _respond(request: Request, job: Job, form: Format, envelope: Envelope, n: int) -> Response:
     if job.stream:
         held = AsyncExitStack()
-        with Connected(request.receive):
+        with Connected(request.scope):
             await held.enter_async_context(job)
         return EventStream(_chunks(job, form, envelope, n), held, job.service.limits.write_timeout)
-    with Connected(request.receive):
+    with Connected(request.scope):
         async with job:
             replies = await job.wait()
     for tail in job.tails:

@@ -334,12 +334,12 @@ async def talk(
     for tool in body.tools or ():
         service.check_grammar("tools", encode(tool.function.parameters).decode())
     held = AsyncExitStack()
-    with Connected(request.receive):
+    with Connected(request.scope):
         turns = await _turns(service, body, params, held)
     if body.stream:
         return EventStream(_chunks(turns, envelope), held, service.limits.write_timeout)
     try:
-        with Connected(request.receive):
+        with Connected(request.scope):
             parts = [part async for part in _merged(turns)]
     finally:
         await held.aclose()

@@ -346,6 +346,21 @@ def test_who_leaves_is_noticed_behind_a_long_body_sent_ahead(url, runtime, slow_
     assert runtime.stats()["output_tokens"] - before < 400
 
 
+def test_who_leaves_is_noticed_behind_a_long_body(runtime, slow_engine):
+    """Its own, of which the last piece is so large that reading pauses until it is taken."""
+    body = json.dumps({"text": "abc", "sampling_params": {**GREEDY, "max_new_tokens": 500}}).encode() + b" " * 90_000
+    before = runtime.stats()["output_tokens"]
+    with Server(runtime, port=0) as server:
+        with connect(server.url) as sock:
+            sock.sendall(request(b"", f"Content-Length: {len(body)}", close=False))
+            wait_until(lambda: server._uvicorn.server_state.tasks)
+            (connection,) = server._uvicorn.server_state.connections
+            server._loop.call_soon_threadsafe(connection.data_received, body)  # no socket says how it cuts
+            wait_until(lambda: runtime.stats()["running"])
+        wait_until(lambda: not runtime.stats()["running"])
+    assert runtime.stats()["output_tokens"] - before < 400
+
+
 def test_a_connection_cannot_queue_without_end(url, runtime, slow_engine):
     body = json.dumps({"text": "abc", "sampling_params": {**GREEDY, "max_new_tokens": 500}}).encode()
     with connect(url) as sock, pytest.raises(OSError):  # it is cut

@@ -693,7 +693,7 @@ def test_a_slow_reader_slows_nobody_and_holds_no_memory(url, runtime, server):
 
 
 def test_a_client_that_takes_nothing_is_given_up(runtime):
-    from minisgl.server_http import EventStream
+    from minisgl.server_http import Client, EventStream
 
     async def main():
         sent = []
@@ -715,7 +715,8 @@ def test_a_client_that_takes_nothing_is_given_up(runtime):
         held = AsyncExitStack()
         closed = []
         held.callback(closed.append, True)
-        await asyncio.wait_for(EventStream(pieces(), held, 0.1, check_every=0.05)({"type": "http"}, receive, send), 10)
+        scope = {"type": "http", Client.KEY: Client()}
+        await asyncio.wait_for(EventStream(pieces(), held, 0.1, check_every=0.05)(scope, receive, send), 10)
         assert closed and len(sent) == 3
 
     asyncio.run(main())
