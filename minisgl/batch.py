@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+from . import forking
 from .batch_map import BatchError as BatchError
 from .batch_map import Row as Row
 from .batch_map import amap as amap
@@ -59,8 +60,8 @@ class Batch:
         on_ended: Callable[[], Any] | None = None,
     ):
         self.states, self._body, self._on_ended = states, body, on_ended
-        self._lock = threading.Lock()
-        self._cond = threading.Condition(self._lock)
+        self._born = forking.born()
+        self._new_lock()
         self._next = 0
         self._ended: set[int] = set()
         self._failed: BaseException | None = None
@@ -68,6 +69,7 @@ class Batch:
         self._every = on_ended is not None  # someone wants to hear of each end, not only of the last
         self._limit = threads
         self._threads = self._waiting = 0  # threads, and those of them whose body waits for the model
+        forking.tell(self)
         hook = self._body_waits
         for state in states:
             state._executor.program.on_wait = hook
@@ -79,6 +81,17 @@ class Batch:
         except BaseException as error:  # Ctrl-C while a thread begins, or the system has none: nobody would wait
             self.abort(error)
             raise
+
+    def _new_lock(self) -> None:
+        self._lock = threading.Lock()
+        self._cond = threading.Condition(self._lock)
+
+    def after_fork(self) -> None:
+        """In a child process there are no threads to run bodies; this one, if it ran one, is to run no other."""
+        self._new_lock()
+        self._stopped = True
+        for state in self.states:
+            state._executor.program.after_fork()
 
     def _add_threads(self, count: int) -> None:
         with self._lock:
@@ -139,6 +152,9 @@ class Batch:
                 self._cond.notify_all()
 
     def _wait(self, ready: Callable[[], bool]) -> None:
+        stayed = forking.stayed(self._born)
+        if stayed is not None and not ready():
+            raise RuntimeError(stayed)
         try:
             with self._cond:
                 while not ready():
@@ -186,7 +202,9 @@ class Batch:
             raise
 
     def abort(self, error: BaseException) -> None:
-        """Start no more programs and stop those that run."""
+        """Start no more programs and stop those that run (in a child process, none does)."""
+        if forking.stayed(self._born) is not None:
+            return
         with self._lock:
             self._stopped = True
         for state in self.states:

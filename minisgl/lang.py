@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from . import forking
 from .backends.base import DEFAULTS, Backend
 from .batch import Batch, thread_count
 from .interpreter import Executor
@@ -153,6 +154,7 @@ class SglFunction:
         backend = as_backend(backend)
         args, kwargs = self._arguments(args, kwargs)
         program = Program(ended=False)
+        forking.tell(program)
         state = self._state(backend, params, options, stream, not use_thread, program)
         if stream:
             threading.Thread(

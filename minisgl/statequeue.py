@@ -52,6 +52,11 @@ class Program:
         if not self.ended:
             self._states.append(executor)
 
+    def after_fork(self) -> None:
+        """In a child process: a lock may be held by a thread that stayed in the parent."""
+        for executor in self._states:
+            executor.lock, executor._changed = threading.RLock(), None
+
     def end(self) -> None:
         self.ended, self.owner, self.on_wait = True, None, None
         states, self._states = self._states, []
