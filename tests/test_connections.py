@@ -51,7 +51,7 @@ def runtime():
 def urls(runtime):
     """The server's and, in front of it, the router's."""
     with ExitStack() as stack:
-        server = stack.enter_context(Server(runtime, port=0, limits=Limits(body_timeout=0.4, max_body=100_000)))
+        server = stack.enter_context(Server(runtime, port=0, limits=Limits(body_timeout=1.5, max_body=100_000)))
         options = RouterOptions(RoundRobin(), [server.url], max_body=100_000, health_interval=0.5)
         yield {"server": server.url, "router": stack.enter_context(RouterThread(options)).url}
 

@@ -192,10 +192,12 @@ def test_pydantic_parse(client):
 
     class Person(pydantic.BaseModel):
         name: str = pydantic.Field(max_length=8)
-        age: int
+        age: int = pydantic.Field(ge=0, le=150)
 
     messages = [{"role": "user", "content": "Bob is 31. Who?"}]
-    reply = client.chat.completions.parse(model="smol", messages=messages, response_format=Person, max_tokens=60)
+    reply = client.chat.completions.parse(
+        model="smol", messages=messages, response_format=Person, max_tokens=60, temperature=0
+    )
     assert isinstance(reply.choices[0].message.parsed, Person)
 
 
