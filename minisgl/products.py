@@ -9,7 +9,7 @@ of K.  As many tiles as there are multiprocessors make a wave, and the last wave
 
 cuBLAS picks a tile by a rule for all shapes.  A model has five shapes and an engine records a few dozen batch sizes,
 so we can afford to try: arithmetic gives a short list (`shortlist`), and what is on it is timed on the model's own
-weights.  On an H200 that takes 4 to 14 % off the products of an 8B model's decode steps (`benchmarks/products.py`).
+weights.  On an H200 that takes 6 to 13 % off the products of an 8B model's decode steps (`benchmarks/products.py`).
 
 Every choice here sums over K in one piece and in order, so that they all give the same bits, whichever wins.  Not so
 cuBLAS's own choice, which cuts K in pieces where there are few tiles; that is kept where it is faster.
