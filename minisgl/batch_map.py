@@ -195,6 +195,7 @@ class _Job:
         self.states: set[ProgramState] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopped = False
 
     async def run(self) -> list[Row]:
         from tqdm.auto import tqdm
@@ -202,6 +203,8 @@ class _Job:
         from .backends.base import WorkerPool
 
         self._loop = asyncio.get_running_loop()
+        if self._stopped:  # before there was a loop to tell
+            raise asyncio.CancelledError
         checkpoint = None if self.checkpoint_path is None else Checkpoint(self.checkpoint_path)
         try:
             rows = {} if checkpoint is None else self._resume(checkpoint)
@@ -309,7 +312,8 @@ class _Job:
         row.value, row.variables = plain["value"], plain["variables"]  # as a resumed row has them
 
     def stop(self) -> None:
-        """From any thread: cancel the workers."""
+        """From any thread: cancel the workers, or start none."""
+        self._stopped = True
         loop = self._loop
         if loop is not None:
             with suppress(RuntimeError):  # it has just closed

@@ -72,7 +72,8 @@ class Cluster:
     api_key           that clients must send.  Needed when Ray has several machines: workers are then reached over the
                       network, on one machine over loopback only
     server            more keywords for each worker's Server (model_names, limits)
-    address           of a running Ray cluster; None: the one that this process is connected to, or a new local one
+    address           of a running Ray cluster, if this process is not connected to one; None: the one that it is
+                      connected to, or a new local one
     cpus, gpus        for each worker; default: one GPU if Ray has any, and an even share of this cluster's cores
     start_timeout     seconds in which the first worker must be there
 
@@ -106,6 +107,8 @@ class Cluster:
         self._ray = ray
         self._closing = threading.Event()
         self._started_ray = not ray.is_initialized()
+        if address is not None and not self._started_ray:
+            raise ValueError(f"address={address!r}: this process is connected to Ray already, leave it out to use that")
         if self._started_ray:
             ray.init(address, include_dashboard=False, log_to_driver=False, logging_level="warning")
         try:

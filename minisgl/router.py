@@ -53,12 +53,13 @@ from .router_exchange import (
 from .router_key import Routing, routing
 from .router_metrics import RouterMetrics
 from .router_policy import Policy
-from .router_workers import Worker, Workers, normal_url, our_own_lack
-from .server_http import KeyGuard, disconnected
+from .router_workers import Worker, Workers, normal_url, our_own_lack, reason
+from .server_http import OPEN_PATHS, KeyGuard, disconnected
 
 IDLE_CONNECTION = 3.0  # seconds an idle connection to a worker is kept: less than the 5 after which uvicorn closes it
 SMALL_BODY = 256 << 10  # bytes; what is larger is parsed on another thread, for it takes milliseconds
 MAX_ORDER = 1 << 20  # bytes of a request that the router itself reads
+OPEN_BODY = 4096  # bytes of a request for which no key is asked
 TRIM_NODES = 200  # tree nodes per slice of upkeep: well under a millisecond, in which nothing else runs
 
 
@@ -70,6 +71,8 @@ class RouterOptions:
     open_admin        without a key: may anybody change the list of workers, and so read all prompts?  (On loopback)
     retries           how many more workers a request is tried on
     max_body          bytes of a request
+    stream_timeout    seconds for which a worker may be silent in the middle of an answer.  Generous: under load it may
+                      take back what it has begun (see Scheduler), and goes on when there is room again
     eviction_interval, health_interval, health_timeout, connect_timeout   seconds
     """
 
@@ -83,9 +86,10 @@ class RouterOptions:
     health_interval: float = 2.0
     health_timeout: float = 5.0
     connect_timeout: float = 5.0
+    stream_timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("eviction_interval", "health_interval", "health_timeout", "connect_timeout"):
+        for name in ("eviction_interval", "health_interval", "health_timeout", "connect_timeout", "stream_timeout"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
         if self.retries < 0 or self.max_body < 1:
@@ -167,8 +171,9 @@ class Router:
         if scope["type"] != "http":  # no web sockets here
             await send({"type": "websocket.close", "code": 1003})
             return
+        limit = OPEN_BODY if scope["path"] in OPEN_PATHS else self.options.max_body
         try:
-            body = await read_body(scope, receive, self.options.max_body)
+            body = await read_body(scope, receive, limit)
             message = Message(scope, body or b"")
         except ConnectionError:
             return
@@ -179,7 +184,7 @@ class Router:
             await error_answer(400, str(error))(scope, receive, send)
             return
         if body is None:
-            await error_answer(413, f"the request is larger than {self.options.max_body} bytes")(scope, receive, send)
+            await error_answer(413, f"the request is larger than {limit} bytes")(scope, receive, send)
             return
         if len(body) < SMALL_BODY:
             route = routing(scope["path"], body)
@@ -218,7 +223,7 @@ class Router:
                 return error_answer(503, "the router has no sockets left: try again later", {"Retry-After": "1"})
             self.metrics.failures.labels(worker.url).inc()
             if answer.begun:
-                await answer.fail(f"the worker failed while it answered ({error or type(error).__name__})")
+                await answer.fail(f"the worker failed while it answered ({reason(error)})")
                 return None
         if refusal is not None:
             return refusal
@@ -246,7 +251,9 @@ class Router:
 
         It runs as a task that others may cancel: the watcher of the client, and the worker that goes down.
         """
-        task = asyncio.ensure_future(exchange(self._session, worker.url, message, answer))
+        task = asyncio.ensure_future(
+            exchange(self._session, worker.url, message, answer, self.options.stream_timeout)
+        )
 
         def on_gone(_: asyncio.Future[None]) -> None:
             task.cancel()
@@ -357,7 +364,7 @@ class Router:
                 return reply.status, end_to_end(reply.raw_headers), await reply.read()
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             self.workers.failed(worker, error)
-            refusal = error_answer(502, f"worker {worker.url} did not answer: {error or type(error).__name__}")
+            refusal = error_answer(502, f"worker {worker.url} did not answer: {reason(error)}")
             return 502, [(b"content-type", b"application/json")], bytes(refusal.body)
 
     async def _server_info(self, request: Request) -> Response:

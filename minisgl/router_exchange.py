@@ -6,6 +6,9 @@ its form:
     server-sent events     each event as soon as it is complete, so that what a client has is always well-formed
     of known length        when it is complete, so that until then another worker can be asked
     anything else          each piece as it comes
+
+A worker whose engine hangs may go on saying that it is well.  Between the pieces of an answer that has begun there is
+a limit for its silence; before, there is none, for a request may have to wait in its queue for long.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 import aiohttp
@@ -42,8 +45,10 @@ HOP = {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorizatio
 NOT_OURS_TO_ADD = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # what aiohttp would put in by itself
 
 
-async def exchange(session: aiohttp.ClientSession, base_url: str, message: Message, answer: Answer) -> None:
-    """Send `message` to the worker and its reply to the client.
+async def exchange(
+    session: aiohttp.ClientSession, base_url: str, message: Message, answer: Answer, silence: float
+) -> None:
+    """Send `message` to the worker and its reply to the client.  silence: seconds between two pieces of the reply.
 
     Raises Busy, or what aiohttp raises when the worker fails; `answer.begun` tells whether the client saw anything.
     """
@@ -59,12 +64,24 @@ async def exchange(session: aiohttp.ClientSession, base_url: str, message: Messa
         if message.method == "HEAD" or reply.status in NO_BODY:
             await answer.whole(reply.status, head, b"", reply.headers.get("Content-Length"))
         elif reply.content_type == "text/event-stream":
-            await answer.events(reply.status, head, reply.content)
+            await answer.events(reply.status, head, arriving(reply.content, silence))
         elif reply.content_length is not None:
             body = await reply.read()
             await answer.whole(reply.status, head, body, str(len(body)))
         else:
-            await answer.pieces(reply.status, head, reply.content)
+            await answer.pieces(reply.status, head, arriving(reply.content, silence))
+
+
+async def arriving(content: aiohttp.StreamReader, silence: float) -> AsyncIterator[bytes]:
+    """The pieces as they come.  Raises TimeoutError if after one of them nothing comes for `silence` seconds."""
+    piece = await content.readany()
+    while piece:
+        yield piece
+        try:
+            with Deadline(silence):
+                piece = await content.readany()
+        except TimeoutError:
+            raise TimeoutError(f"nothing came for {silence:g} seconds") from None
 
 
 class Message:
@@ -113,16 +130,16 @@ class Answer:
         await self._start(status, [*head, *([] if length is None else [(b"content-length", length.encode())])])
         await self._send({"type": "http.response.body", "body": body})
 
-    async def pieces(self, status: int, head: Head, content: aiohttp.StreamReader) -> None:
+    async def pieces(self, status: int, head: Head, arriving: AsyncIterator[bytes]) -> None:
         self._is_events = False
-        async for piece in content.iter_any():
+        async for piece in arriving:
             await self._piece(status, head, piece)
         await self._end(status, head)
 
-    async def events(self, status: int, head: Head, content: aiohttp.StreamReader) -> None:
+    async def events(self, status: int, head: Head, arriving: AsyncIterator[bytes]) -> None:
         self._is_events = True
         held = b""
-        async for piece in content.iter_any():
+        async for piece in arriving:
             held += piece
             end = len(held) if len(held) > MAX_HELD_EVENT else complete_events(held)
             if end:

@@ -15,6 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from .json_cost import too_many_values
 from .router_tree import ids_key
 
 
@@ -25,14 +26,16 @@ class Routing(NamedTuple):
     weight: int
 
 
-MAX_WEIGHT = 128  # outputs of one prompt: what a worker would refuse may not count as a heavy load
+# What a worker would refuse may not count as a heavy load.
+MAX_WEIGHT = 128  # outputs of one prompt
+MAX_PROMPTS = 1024
 NO_KEY = Routing(None, 1)
 
 
 def routing(path: str, body: bytes) -> Routing:
     """The key and weight of a request.  A body that is not what its path wants has none: the worker will say why."""
     read = _READERS.get(path.rstrip("/"))
-    if read is None or not body:
+    if read is None or not body or too_many_values(body):
         return NO_KEY
     try:
         payload = json.loads(body)
@@ -78,10 +81,11 @@ def _prompt(prompt: Any, n: Any) -> Routing:
         return Routing(prompt, count)
     if not isinstance(prompt, list) or not prompt:
         return NO_KEY
+    prompts = min(len(prompt), MAX_PROMPTS)
     if isinstance(prompt[0], str):
-        return Routing(prompt[0], len(prompt) * count)
+        return Routing(prompt[0], prompts * count)
     if isinstance(prompt[0], list):
-        return Routing(_ids(prompt[0]), len(prompt) * count)
+        return Routing(_ids(prompt[0]), prompts * count)
     return Routing(_ids(prompt), count)
 
 

@@ -48,6 +48,7 @@ def main(argv: list[str]) -> int:
             health_interval=args.health_interval,
             health_timeout=args.health_timeout,
             connect_timeout=args.connect_timeout,
+            stream_timeout=args.stream_timeout,
         )
         router = Router(options)
     except ValueError as error:
@@ -92,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--policy", choices=list(POLICIES), default="cache_aware")
     p.add_argument("--host", default="127.0.0.1")
     p.add_argument("--port", type=int, default=30000, help="0: a free one")
-    p.add_argument("--api-key", help="the workers' key: sent with probes, asked of whoever adds or removes workers "
+    p.add_argument("--api-key", help="the workers' key: sent with probes, asked of everybody but for health checks "
                    "(or MINISGL_API_KEY)")  # fmt: skip
     p.add_argument("--balance-abs-threshold", type=int, default=32, help="cache_aware: requests in flight by which "
                    "workers may differ")  # fmt: skip
@@ -103,6 +104,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--health-interval", type=float, default=2.0, help="seconds between probes of a worker")
     p.add_argument("--health-timeout", type=float, default=5.0, help="seconds that a probe may take")
     p.add_argument("--connect-timeout", type=float, default=5.0, help="seconds to reach a worker")
+    p.add_argument("--stream-timeout", type=float, default=600.0, help="seconds for which a worker may be silent in "
+                   "the middle of an answer")  # fmt: skip
     p.add_argument("--retries", type=int, default=3, help="more workers that a request is tried on")
     p.add_argument("--max-body-mb", type=int, default=64, help="MiB of a request")
     return p

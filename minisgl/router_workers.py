@@ -209,7 +209,7 @@ class Workers:
 
     def _take_down(self, worker: Worker, why: BaseException | str) -> None:
         if worker.healthy:
-            logger.warning("worker %s is down: %s", worker.url, str(why) or type(why).__name__)
+            logger.warning("worker %s is down: %s", worker.url, reason(why))
             worker.healthy = False
         if self._all.get(worker.url) is worker:
             self._policy.forget(worker.url)
@@ -235,6 +235,11 @@ class Workers:
             except ValueError:
                 info = {}
         return info if isinstance(info, dict) else {}
+
+
+def reason(error: BaseException | str) -> str:
+    """An error in words; many that are about time have none."""
+    return str(error) or type(error).__name__
 
 
 def _refused(error: BaseException) -> bool:

@@ -8,6 +8,7 @@ delay     seconds before the first byte of an answer
 pieces    texts of an answer; a stream sends an event for each, `gap` seconds apart
 status    another than 200 is answered at once with an error envelope
 health    status of /health; None: never answers
+stall     nothing but /health and /get_server_info is ever answered
 info      what /get_server_info says
 hold      an Event: answers (after their first piece, if `hold_after_first`) wait for it
 """
@@ -30,6 +31,7 @@ class FakeWorker:
         self.info: dict[str, Any] | None = None
         self.hold: asyncio.Event | None = None
         self.hold_after_first = False
+        self.stall = False
         self.requests: list[tuple[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.gone = 0  # clients that went away before their answer was complete
@@ -101,6 +103,8 @@ class FakeWorker:
             return web.json_response(self.info) if self.info is not None else web.Response(status=404)
         self.requests.append((request.path, body))
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
+        if self.stall:
+            await asyncio.sleep(60)
         if self.status != 200:
             envelope = {"error": {"message": "not now", "type": "e", "param": None, "code": self.status}}
             return web.json_response(envelope, status=self.status)

@@ -186,6 +186,22 @@ def test_cancelling_stops_what_runs():
     assert len(backend.jobs) == 4 == len(backend.cancelled)
 
 
+@pytest.mark.parametrize("early", ["before it runs", "before its workers are there"])
+def test_a_job_that_is_stopped_early_starts_nothing(tmp_path, monkeypatch, early):
+    """Ctrl-C may come at any moment, also while a job's thread begins."""
+    from minisgl.batch_map import _Job
+
+    backend = echo()
+    job = _Job(questions(4), backend, 4, None, None, 0, tmp_path / "rows.jsonl", False, {})
+    if early == "before it runs":
+        job.stop()
+    else:
+        monkeypatch.setattr(job, "_resume", lambda checkpoint: job.stop() or {})
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(job.run())
+    assert not backend.jobs
+
+
 # ---------------------------------------------------------------- checkpoints
 
 

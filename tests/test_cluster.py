@@ -48,6 +48,14 @@ def test_workers_is_a_count(workers):
         Cluster(workers)
 
 
+def test_an_address_is_not_ignored(monkeypatch):
+    ray = pytest.importorskip("ray", reason="needs minisgl[ray]")
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "nodes", lambda: pytest.fail("it went on"))
+    with pytest.raises(ValueError, match=r"address='there:6379'.*connected"):
+        Cluster(1, address="there:6379")
+
+
 @pytest.mark.slow
 def test_killed_worker_is_started_again_and_requests_go_on(tmp_path):
     ray = pytest.importorskip("ray", reason="needs minisgl[ray]")

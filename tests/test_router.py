@@ -566,7 +566,7 @@ def test_every_policy_of_the_command_line():
 @pytest.mark.parametrize(
     ("argument", "named"),
     [("--cache-threshold=2", "cache_threshold"), ("--workers=ftp://x", "ftp://x"),
-     ("--health-interval=0", "health_interval"),
+     ("--health-interval=0", "health_interval"), ("--stream-timeout=-1", "stream_timeout"),
      ("--retries=-1", "retries")],
 )  # fmt: skip
 def test_wrong_arguments_are_one_line(argument, named, capsys):
@@ -620,6 +620,48 @@ def test_a_stream_of_a_worker_that_hangs_ends_with_an_error_event():
         next(worker for worker in s.workers if worker.running).health = None
         error, done = events(response)
         assert done == "[DONE]" and json.loads(error)["error"]["code"] == "worker_failed"
+
+
+def test_a_stream_that_stalls_ends_with_an_error_event():
+    """Its worker says that it is well, as one whose GPU hangs does: only its silence tells."""
+    with Setup(1, stream_timeout=0.3) as s:
+        worker = s.workers[0]
+        worker.delay = 0.6  # before the first event it may take its time: that is a queue
+        worker.hold, worker.hold_after_first = asyncio.Event(), True
+        response = s.open_stream()
+        assert json.loads(response.readline()[6:])["text"] == "one "
+        error, done = events(response)
+        assert done == "[DONE]" and json.loads(error)["error"]["code"] == "worker_failed"
+        assert "nothing came for 0.3 seconds" in json.loads(error)["error"]["message"]
+        until(lambda: worker.gone == 1)
+        assert s.states() == {worker.url: True}
+
+
+def test_who_has_no_key_cannot_make_the_router_hold_a_body():
+    """The health checks are open, and have no body to speak of."""
+    with Setup(1, api_key="secret") as s:
+        for path in ("/health_generate", "/health"):
+            told = http.client.HTTPConnection(s.url.removeprefix("http://"), timeout=20)
+            told.putrequest("POST" if path == "/health_generate" else "GET", path)
+            told.putheader("Content-Length", str(1 << 20))
+            told.endheaders()
+            assert told.getresponse().status == (413 if path == "/health_generate" else 200)
+            told.close()
+        assert s.call("/health_generate")[0] == 200 and s.call("/health_generate", {"a": 1})[0] == 200
+
+
+def test_a_worker_that_says_nothing_is_named_with_a_reason():
+    with Setup(1, health_timeout=0.3, health_interval=30) as s:
+        s.workers[0].stall = True
+        status, body, _ = s.call("/flush_cache", b"")
+        assert status == 502 and "TimeoutError" in body["error"]["message"]
+
+
+def test_the_help_says_who_needs_the_key(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "asked of everybody" in text and "adds or removes" not in text
 
 
 def test_a_wrong_port_is_one_line(capsys):

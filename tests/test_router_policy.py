@@ -248,6 +248,19 @@ def test_what_has_no_key(path, body):
     assert routing(path, body).key is None
 
 
+def test_what_every_worker_refuses_is_no_heavy_load():
+    """A worker that would be sent a million prompts sends them back at once: nobody else may be buried meanwhile."""
+    for path, name in (("/generate", "text"), ("/v1/completions", "prompt")):
+        for prompts in (["a"] * 50_000, [[1]] * 50_000):
+            body = json.dumps({name: prompts, "n": 128, "sampling_params": {"n": 128}}).encode()
+            assert routing(path, body).weight <= 1024 * 128
+
+
+def test_a_body_of_too_many_values_is_not_parsed_for_its_key():
+    assert routing("/v1/completions", b'{"prompt": [' + b"[]," * 300_000 + b"[1]]}") == (None, 1)
+    assert routing("/v1/completions", b'{"prompt": "' + b"[]," * 300_000 + b'"}').key is not None
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     st.sampled_from(["/generate", "/v1/completions", "/v1/chat/completions"]),
