@@ -82,6 +82,15 @@ def check_idle(runtime: Runtime) -> None:
     assert not runtime._engine._live
 
 
+def settled(runtime: Runtime) -> bool:
+    """Whether `check_idle` finds nothing: to wait for where requests may still come and go on their own."""
+    try:
+        check_idle(runtime)
+    except AssertionError:
+        return False
+    return True
+
+
 Call = tuple[threading.Thread, list]
 
 
